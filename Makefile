@@ -1,0 +1,37 @@
+# make serve | test | demo | check | bench NAME=ttft | clean
+PYTHON ?= python3
+PY := .venv/bin/python
+INSTALLED := .venv/.installed
+
+.PHONY: install serve demo test lint check bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+serve: install
+	$(PY) -m rewake serve $(ARGS)
+
+demo: install
+	$(PY) examples/demo.py
+
+test: install
+	$(PY) -m pytest $(ARGS)
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+check: lint test
+
+bench: install
+	$(PY) -m bench.$(NAME) $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,1 @@
+"""Rewake: a local LLM server whose agents never re-read."""

@@ -1,0 +1,5 @@
+"""`python -m rewake`."""
+
+from rewake.cli import main
+
+raise SystemExit(main())

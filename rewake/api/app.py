@@ -1,0 +1,59 @@
+"""The application: routes, and how errors look on the wire."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from rewake.api import agents, openai
+from rewake.api.generation import Generator
+from rewake.errors import InvalidRequest, NotFound, RequestError
+from rewake.service import Service
+
+__all__ = ["create_app", "model_id"]
+
+
+def model_id(service: Service) -> str:
+    """What clients call the model: its name, without the folders a local one lies in."""
+    name = service.config.model
+    return service.path.name if name.startswith((".", "/", "~")) else name
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
+    app.include_router(openai.router(Generator(service), model_id(service)))
+    app.include_router(agents.router(service.engine))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        alive = service.engine.is_alive
+        return JSONResponse({"status": "ok" if alive else "the engine has failed"}, 200 if alive else 503)
+
+    @app.exception_handler(RequestError)
+    async def request_error(_: Request, error: RequestError) -> JSONResponse:
+        return JSONResponse(openai.error_body(error), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return await request_error(request, describe(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        known = NotFound if error.status_code == 404 else InvalidRequest
+        told = known(f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(openai.error_body(told), error.status_code)
+
+    return app
+
+
+def describe(error: RequestValidationError) -> InvalidRequest:
+    """The first thing that is wrong, and the field it is wrong with."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"{field}: this field is unknown or not supported", param=field)
+    return InvalidRequest(f"{field}: {first['msg']}" if field else first["msg"], param=field or None)

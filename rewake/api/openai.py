@@ -1,0 +1,208 @@
+"""The OpenAI protocol: chat completions and models. Every field is obeyed, a documented no-op, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from rewake.api.generation import Ask, Generation, Generator, check_agent_id
+from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
+from rewake.request import Sampling
+
+__all__ = ["ChatRequest", "error_body", "router"]
+
+KEEP_ALIVE = 10.0  # seconds of silence before a stream sends a comment, so that clients do not give up on a long prefill
+
+
+class Strict(BaseModel):
+    """Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """`developer` is what newer clients call `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: None = None
+
+    def rendered(self) -> dict[str, Any]:
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class ChatRequest(Strict):
+    """What can be asked for. Fields that take one value are accepted because clients send them; other values are refused."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    agent_id: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    # not there yet: only what means "off"
+    n: Literal[1] | None = None
+    stop: None = None
+    logprobs: Literal[False] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    # no-ops: they ask for nothing that could be done differently here
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto"] | None = None
+    prompt_cache_key: str | None = None
+
+    def ask(self, agent: str | None) -> Ask:
+        if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        sampling = Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=self.seed,
+        )
+        return Ask([m.rendered() for m in self.messages], agent, sampling, self.max_completion_tokens or self.max_tokens)
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+class Answer:
+    """Builds the objects of one answer."""
+
+    def __init__(self, generation: Generation, model: str, agent: str | None) -> None:
+        self.generation = generation
+        self.agent = agent
+        self.base = {"id": f"chatcmpl-{generation.id}", "created": int(time.time()), "model": model}
+
+    def chunk(self, delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> str:
+        choices = [] if delta is None else [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+        return sse({**self.base, "object": "chat.completion.chunk", "choices": choices, **more})
+
+    def whole(self, text: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        return {**self.base, "object": "chat.completion", "choices": [choice], **self.usage(), **self.report()}
+
+    @property
+    def finish_reason(self) -> str:
+        assert self.generation.done is not None
+        if self.generation.done.reason == "cancelled":
+            raise InternalError("the request was cancelled: the server is shutting down")
+        return self.generation.done.reason
+
+    def usage(self) -> dict[str, Any]:
+        done = self.generation.done
+        assert done is not None
+        prompt, completion = done.match.prompt_tokens, done.num_generated
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": done.match.reused_tokens},
+            }
+        }
+
+    def report(self) -> dict[str, Any]:
+        return {"rewake": self.generation.report(self.agent)}
+
+
+def sse(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def stream(answer: Answer, include_usage: bool) -> AsyncIterator[str]:
+    """Server-sent events; a failure after the first one ends the stream with an error event."""
+    no_usage = {"usage": None} if include_usage else {}
+    try:
+        yield answer.chunk({"role": "assistant", "content": ""}, **no_usage)
+        async for piece in answer.generation.pieces(KEEP_ALIVE):
+            yield ": keep-alive\n\n" if piece is None else answer.chunk({"content": piece}, **no_usage)
+        if include_usage:
+            yield answer.chunk({}, answer.finish_reason, **no_usage)
+            yield answer.chunk(None, **answer.usage(), **answer.report())
+        else:
+            yield answer.chunk({}, answer.finish_reason, **answer.report())
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield sse(error_body(error))
+    finally:
+        answer.generation.cancel()
+
+
+async def collect(generation: Generation, request: Request) -> str:
+    """The whole text; a client that goes away meanwhile cancels it."""
+
+    async def read() -> str:
+        return "".join([piece async for piece in generation.pieces() if piece is not None])
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    reading, leaving = asyncio.create_task(read()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            reading.cancel()
+        return await reading
+    finally:
+        leaving.cancel()
+
+
+def router(generator: Generator, model: str) -> APIRouter:
+    """The routes, for one model."""
+    routes = APIRouter(prefix="/v1")
+    listed = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "rewake"}
+
+    def check_model(name: str) -> None:
+        if name != model:
+            raise NotFound(f"no model {name!r} here: this server runs {model!r}", param="model", code="model_not_found")
+
+    @routes.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [listed]}
+
+    @routes.get("/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return listed
+
+    @routes.post("/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request, x_agent_id: str | None = Header(None)) -> JSONResponse | StreamingResponse:
+        check_model(body.model)
+        agent = check_agent_id(x_agent_id if x_agent_id is not None else body.agent_id)
+        generation = await generator.start(body.ask(agent))
+        answer = Answer(generation, model, agent)
+        if not body.stream:
+            return JSONResponse(answer.whole(await collect(generation, request)))
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(answer, include_usage), media_type="text/event-stream", headers=headers)
+
+    return routes

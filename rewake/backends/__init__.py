@@ -1,0 +1,1 @@
+"""What runs a model. One folder for each; nothing outside them imports a tensor library."""

@@ -1,0 +1,74 @@
+"""What the engine needs of a backend: plain data in, token ids and logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rewake.quant import PageLayout
+from rewake.request import Sampling
+from rewake.spec import ModelCacheSpec
+
+__all__ = ["Backend", "Batch", "Output", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: `tokens` at positions `start`, `start + 1`, ...
+
+    K/V of positions from `first_append` on are appended; those before are stored already. `slots` are the arena
+    offsets of all pages of the sequence, `names` what to call them in a trace. With `sampling`, the logits behind the
+    last token are computed, and a token is drawn from the random stream `sampler` (the sequence's).
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    first_append: int
+    slots: tuple[int, ...]
+    names: tuple[str, ...]
+    sampler: str
+    sampling: Sampling | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: all its rows go through the model in one forward."""
+
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A token for each row with `sampling`, in order, and the logits [rows with sampling, vocab] it was drawn from."""
+
+    tokens: tuple[int, ...]
+    logits: npt.NDArray[np.float32]
+
+
+class Backend(Protocol):
+    """A loaded model and the arena its pages lie in."""
+
+    spec: ModelCacheSpec
+    layout: PageLayout
+    arena: npt.NDArray[np.uint8]
+
+    def forward(self, batch: Batch) -> Output: ...
+
+    def forget_sampler(self, sampler: str) -> None:
+        """The sequence is over: its random stream is no longer needed."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """All that the content of a page depends on, for the signature."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """For people: what runs, and why."""
+        ...

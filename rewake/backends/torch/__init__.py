@@ -1,0 +1,1 @@
+"""PyTorch: transformers supplies the models, torch the matrix products, `kernels` the attention over coded pages."""

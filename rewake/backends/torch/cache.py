@@ -1,0 +1,83 @@
+"""BatchQuantizedKVCache: the paged, coded KV cache of one step's batch, and the attention function that uses it.
+
+transformers calls the function below with q, k and v of all sequences, flattened to one, after RoPE. K and V are
+coded into pages; attention reads the pages. The names follow arXiv 2603.04428; the cache is a view of the arena.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from rewake.backends.base import Batch
+from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
+from rewake.quant import PAGE_TOKENS, PageLayout
+
+__all__ = ["ATTENTION", "BatchQuantizedKVCache", "ragged", "register_attention"]
+
+ATTENTION = "rewake"
+
+
+class BatchQuantizedKVCache:
+    """K and V of the sequences of one step: where they lie, and how to append and attend to them."""
+
+    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, batch: Batch) -> None:
+        self.arena = arena
+        self.layouts = {layout.codec.index: layout}
+        self.kernels = kernels
+        self.batch = ragged(batch, layout)
+
+    def append_and_attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [tokens, q_heads, k_dim], k and v [tokens, kv_heads, dim] to [tokens, q_heads, v_dim]."""
+        self.kernels.append(self.arena, self.layouts, self.batch, layer, k, v)
+        return self.kernels.attend(self.arena, self.layouts, self.batch, layer, q)
+
+
+def ragged(batch: Batch, layout: PageLayout) -> RaggedBatch:
+    """The step's rows as tensors: block table, query ranges, lengths, and the place of each new K/V row."""
+    rows = batch.rows
+    table = torch.zeros(len(rows), max(len(r.slots) for r in rows), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row.slots)] = torch.tensor(row.slots, dtype=torch.int64)
+    places = [(r.slots[p // PAGE_TOKENS] if p >= r.first_append else -1, p % PAGE_TOKENS) for r in rows for p in range(r.start, r.end)]
+    counts = torch.tensor([len(r.tokens) for r in rows], dtype=torch.int32)
+    codec = layout.codec.index
+    return RaggedBatch(
+        block_table=table,
+        page_codecs=torch.full(table.shape, codec, dtype=torch.uint8),
+        query_starts=torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]),
+        kv_lengths=torch.tensor([r.end for r in rows], dtype=torch.int32),
+        append_pages=torch.tensor([page for page, _ in places], dtype=torch.int64),
+        append_rows=torch.tensor([row for _, row in places], dtype=torch.int32),
+        append_codecs=torch.full((len(places),), codec, dtype=torch.uint8),
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    kv: BatchQuantizedKVCache,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    layer = LayerAttention(layer=int(module.layer_idx), scale=scaling)  # type: ignore[arg-type]
+    out = kv.append_and_attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))
+    return out[None], None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """Who sees whom follows from the block tables: no mask is built."""
+
+
+def register_attention() -> None:
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, no_mask)

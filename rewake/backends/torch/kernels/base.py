@@ -1,0 +1,74 @@
+"""What attention over coded pages must offer, whoever computes it.
+
+Knows the data of one step and of one layer, and the protocol. Does not know how it is computed, who owns a page, or
+what a model is. All tensors lie on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from rewake.quant import PageLayout
+
+__all__ = ["AttentionKernels", "LayerAttention", "RaggedBatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBatch:
+    """Which tokens of a step belong to which sequence, and where their K and V lie. Tensors are contiguous.
+
+    Query row i of a sequence with n rows stands at position `kv_length - n + i` and attends to positions up to its
+    own (and beyond `position - window`, if a window is set).
+    """
+
+    block_table: Tensor  # int64 [seqs, max_pages]: byte offset of each page in the arena (256 tokens each; unused entries 0)
+    page_codecs: Tensor  # uint8 [seqs, max_pages]: Codec.index of each page; bf16 never mixes with the others
+    query_starts: Tensor  # int32 [seqs + 1]: rows of the flattened batch of each sequence
+    kv_lengths: Tensor  # int32 [seqs]: tokens of each sequence, those this step appends included
+    append_pages: Tensor  # int64 [tokens]: byte offset of the page a row's K and V go to; -1: stored already
+    append_rows: Tensor  # int32 [tokens]: row in that page
+    append_codecs: Tensor  # uint8 [tokens]: Codec.index of that page
+    derived: dict[str, object] = field(default_factory=dict, repr=False)  # what an implementation works out once per step
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAttention:
+    """What is constant for one layer."""
+
+    layer: int  # index of the layer inside its cache group: position in the page
+    scale: float  # multiplies q.k
+    window: int | None = None
+    soft_cap: float | None = None  # s = cap * tanh(s / cap), after scaling
+    sinks: Tensor | None = None  # f32 [q_heads]: one more logit per head, which takes probability and has no value
+    k_mean: Tensor | None = None  # f32 [kv_heads, k_dim]: K is coded as rotate(k - mean); q.mean is added back to q.k
+    v_is_k_prefix: bool = False  # latent: V is the first `v_dim` values of the decoded K row, rotated back and with its mean
+    v_dim: int | None = None  # width of V where it is a prefix of K; the layout has v_dim = 0 then
+    derived: dict[str, object] = field(default_factory=dict, repr=False)  # what an implementation works out once
+
+
+class AttentionKernels(Protocol):
+    """Append K and V of a step to their pages, and attend to them.
+
+    `arena` is uint8 [bytes]. `layouts` maps Codec.index to the PageLayout (256 rows) of this cache group. K is rotated
+    (`quant.hadamard`), and centred by `k_mean`, wherever a page's `k_bits` is below 16; bf16 pages hold plain values.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def append(
+        self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor
+    ) -> None:
+        """Code `k` [tokens, kv_heads, k_dim] and `v` [tokens, kv_heads, v_dim], bf16 or f32, last stride 1.
+
+        Where V is a prefix of K, `v` is not read.
+        """
+        ...
+
+    def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
+        """[tokens, q_heads, v_dim] in the dtype of `q` [tokens, q_heads, k_dim] (RoPE done, not rotated)."""
+        ...

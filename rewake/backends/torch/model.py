@@ -1,0 +1,76 @@
+"""TorchBackend: a transformers model whose attention runs over pages in the arena."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rewake.backends.base import Batch, Output
+from rewake.backends.torch.cache import BatchQuantizedKVCache
+from rewake.backends.torch.kernels import load_kernels
+from rewake.backends.torch.loader import LoadedModel
+from rewake.backends.torch.sampler import Sampler
+from rewake.errors import ModelError
+from rewake.quant import CODECS
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend:
+    """One loaded model, and an arena of `memory` bytes for its pages. See `rewake.backends.base.Backend`."""
+
+    def __init__(self, loaded: LoadedModel, codec: str, memory: int, group_size: int = 64) -> None:
+        """Raises ModelError if the arena does not hold one page."""
+        self.loaded = loaded
+        self.spec = loaded.spec
+        self.layout = self.spec.group.layout(CODECS[codec], group_size)
+        if memory < self.layout.page_bytes:
+            raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({self.layout.page_bytes} bytes)")
+        self.kernels, self.kernels_why = load_kernels()
+        self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
+        self._arena = torch.from_numpy(self.arena)
+        self._sampler = Sampler()
+
+    def forward(self, batch: Batch) -> Output:
+        kv = BatchQuantizedKVCache(self._arena, self.layout, self.kernels, batch)
+        last_rows = kv.batch.query_starts[1:].long() - 1
+        wanted = [i for i, row in enumerate(batch.rows) if row.sampling is not None]
+        with torch.inference_mode():
+            logits = self._logits(batch, kv, last_rows[wanted] if wanted else last_rows[:1])
+        logits = logits[: len(wanted)].float()
+        tokens = []
+        for scores, i in zip(logits, wanted, strict=True):
+            row = batch.rows[i]
+            assert row.sampling is not None
+            tokens.append(self._sampler.sample(scores, row.sampling, row.sampler))
+        return Output(tuple(tokens), logits.numpy())
+
+    def _logits(self, batch: Batch, kv: BatchQuantizedKVCache, keep: Tensor) -> Tensor:
+        """All sequences flattened to one: [1, tokens] in, logits of the positions `keep` out."""
+        tokens = torch.tensor([[t for row in batch.rows for t in row.tokens]])
+        positions = torch.tensor([[p for row in batch.rows for p in range(row.start, row.end)]])
+        out = self.loaded.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
+        return out.logits[0]  # type: ignore[no-any-return]
+
+    def forget_sampler(self, sampler: str) -> None:
+        self._sampler.forget(sampler)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            **self.loaded.facts,
+            "kv": self.layout.codec.name,
+            "group_size": self.layout.group_size,
+            "rotation": "hadamard" if self.layout.codec.k_bits < 16 else None,
+        }
+
+    def describe(self) -> dict[str, str]:
+        group = self.spec.group
+        return {
+            "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
+            "kernels": f"{self.kernels.name}: {self.kernels_why}",
+            "weights": f"{str(self.loaded.dtype).removeprefix('torch.')}: {self.loaded.dtype_why}",
+            "cache": f"{len(group.layers)} layers x {group.kv_heads} KV heads x {group.k_dim}, {group.kind} attention",
+        }

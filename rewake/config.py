@@ -1,0 +1,124 @@
+"""The one configuration record. Flags, environment names and their help are generated from its fields.
+
+A flag wins over `REWAKE_NAME` in the environment, that over `~/.config/rewake/config.toml`, that over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_config_path, user_data_path
+
+from rewake.errors import ConfigError
+from rewake.models import DEFAULT_MODEL
+from rewake.quant import CODECS
+
+__all__ = ["Config", "add_flags", "load_config", "parse_bytes"]
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a user can set. Sizes are bytes; 0 means "choose for me" where it says so."""
+
+    model: str = setting(DEFAULT_MODEL, "folder, .gguf file, Hub repository, or a known name")
+    data: Path = setting(user_data_path("rewake"), "directory of memories")
+    memory: int = setting(4 * 2**30, "bytes for pages in memory, such as 4GiB")
+    kv: str = setting("q4", f"how K and V are kept: {', '.join(CODECS)}")
+    context: int = setting(0, "longest prompt + answer in tokens (0: the model's)")
+    max_running: int = setting(16, "requests computed together")
+    chunk: int = setting(512, "prompt tokens computed in a step")
+    threads: int = setting(0, "threads to compute with (0: all cores)")
+    host: str = setting("127.0.0.1", "address to listen on; loopback only, as there are no keys yet")
+    port: int = setting(8000, "port to listen on")
+    persist: bool = setting(True, "keep memories on disk (--no-persist: only in memory)")
+    record: str = setting("", "file to record every step to, for `rewake replay`")
+    log_level: str = setting("info", "debug, info, warning or error")
+
+    def __post_init__(self) -> None:
+        if self.kv not in CODECS:
+            raise ConfigError(f"kv is {self.kv!r}: it must be one of {', '.join(CODECS)}")
+        if self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ConfigError(f"host is {self.host!r}: without API keys, only loopback addresses are served")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
+        for name, least in (("memory", 1), ("max_running", 1), ("chunk", 1), ("context", 0), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `512 MB` or `1000000`. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with {', '.join(u for u in UNITS if len(u) > 1)}")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = ()) -> None:
+    """One flag for each setting (or for those in `only`); a default of None tells that it was not given."""
+    for f in fields(Config):
+        if only and f.name not in only:
+            continue
+        flag = "--" + f.name.replace("_", "-")
+        if f.type == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"])
+        else:
+            shown = "" if f.default in ("", 0) or f.name in ("kv", "data") else f" ({show(f.name, f.default)})"
+            parser.add_argument(flag, metavar=f.name.upper(), help=f.metadata["help"] + shown)
+
+
+def show(name: str, value: Any) -> str:
+    return f"{value // 2**30}GiB" if name == "memory" else str(value)
+
+
+def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: Path | None = None) -> Config:
+    """Merge the three sources. Raises ConfigError that names the setting and where it was set."""
+    file = file or user_config_path("rewake") / "config.toml"
+    stored: dict[str, Any] = {}
+    if file.is_file():
+        try:
+            stored = tomllib.loads(file.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{file}: {error}") from error
+        unknown = stored.keys() - {f.name for f in fields(Config)}
+        if unknown:
+            raise ConfigError(f"{file}: unknown settings {', '.join(sorted(unknown))}")
+    values = {}
+    for f in fields(Config):
+        variable = f"REWAKE_{f.name.upper()}"
+        if flags.get(f.name) is not None:
+            values[f.name] = convert(f.name, str(f.type), flags[f.name], f"--{f.name.replace('_', '-')}")
+        elif variable in environment:
+            values[f.name] = convert(f.name, str(f.type), environment[variable], variable)
+        elif f.name in stored:
+            values[f.name] = convert(f.name, str(f.type), stored[f.name], f"{file}: {f.name}")
+    return Config(**values)
+
+
+def convert(name: str, kind: str, value: Any, where: str) -> Any:
+    """A setting's text (or TOML value) as its type."""
+    try:
+        if name == "memory":
+            return parse_bytes(str(value))
+        if kind == "bool":
+            return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        if kind == "Path":
+            return Path(value).expanduser()
+        return int(value) if kind == "int" else str(value)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{where} is {value!r}: it must be {'true or false' if kind == 'bool' else 'a whole number'}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

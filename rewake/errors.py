@@ -1,0 +1,121 @@
+"""Every error a user can meet.
+
+    RewakeError
+    ├── ConfigError             a flag, variable or file of the configuration is wrong
+    ├── ModelError              a model cannot be found, converted or represented
+    ├── StoreError              the directory of memories cannot be used
+    │   ├── DirectoryLocked     another process owns it
+    │   └── CorruptFile         a page or segment is not what was written: recomputed, never attended to
+    └── RequestError            answered over HTTP, see `status`
+        ├── InvalidRequest      a field is malformed, unknown or unsupported
+        │   └── ContextLengthExceeded
+        ├── NotFound            no such model or agent
+        ├── Conflict            the agent is busy
+        ├── Overloaded          the queue is full: try again later
+        ├── ShuttingDown        the server is on its way out
+        └── InternalError       our fault
+
+Asserts are for our bugs; these are for everything else.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "Conflict",
+    "ContextLengthExceeded",
+    "CorruptFile",
+    "DirectoryLocked",
+    "InternalError",
+    "InvalidRequest",
+    "ModelError",
+    "NotFound",
+    "Overloaded",
+    "RequestError",
+    "RewakeError",
+    "ShuttingDown",
+    "StoreError",
+]
+
+
+class RewakeError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(RewakeError):
+    """A setting is wrong; the message says which and what would be right."""
+
+
+class ModelError(RewakeError):
+    """A model cannot be found, converted or represented."""
+
+
+class StoreError(RewakeError):
+    """The directory of memories cannot be used."""
+
+
+class DirectoryLocked(StoreError):
+    """Another process owns the directory."""
+
+
+class CorruptFile(StoreError):
+    """A stored file is missing, short, foreign or damaged; the message says which."""
+
+
+class RequestError(RewakeError):
+    """A request that gets an error instead of an answer."""
+
+    status = 500
+    kind = "internal_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or type(self).code
+
+
+class InvalidRequest(RequestError):
+    """A field is malformed, unknown or unsupported; `param` names it."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer cannot fit; raised before any work."""
+
+    code = "context_length_exceeded"
+
+
+class NotFound(RequestError):
+    """No such model or agent."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class Conflict(RequestError):
+    """The agent is in use."""
+
+    status = 409
+    kind = "conflict_error"
+
+
+class Overloaded(RequestError):
+    """The queue is full."""
+
+    status = 429
+    kind = "overloaded_error"
+
+
+class ShuttingDown(RequestError):
+    """The server no longer takes requests."""
+
+    status = 503
+    kind = "unavailable_error"
+
+
+class InternalError(RequestError):
+    """Something of ours broke; the log has the details."""

@@ -1,0 +1,146 @@
+"""What is in the arena: slots are taken, shared, given back, and filled from disk by I/O threads.
+
+    free     nobody's
+    held     a sequence, a write or a load needs it (refs > 0)
+    cached   nobody needs it now; the least recently used goes first when a slot is wanted
+
+free + held + cached = all slots, always. Runs on the engine thread; only the reads themselves happen elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from rewake.errors import CorruptFile
+from rewake.memory.pool import PagePool
+from rewake.memory.tree import Branch, Page
+from rewake.quant import PageLayout
+from rewake.store.base import Store
+
+__all__ = ["Residency"]
+
+Arena = npt.NDArray[np.uint8]
+Post = Callable[[Callable[[], None]], None]  # runs a function on the engine thread, soon
+Loaded = Callable[[CorruptFile | None], None]
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """The hot set. `evicted` is told of everything that leaves the arena, once its slot is free."""
+
+    def __init__(self, arena: Arena, layout: PageLayout, store: Store | None, post: Post, evicted: Callable[[Page | Branch], None]) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.pool = PagePool(len(arena), layout.page_bytes)
+        self.store = store
+        self.post = post
+        self.evicted = evicted
+        self.cached: OrderedDict[Page | Branch, None] = OrderedDict()
+        self.loading: dict[Page | Branch, tuple[int, list[Loaded]]] = {}
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="rewake-load")
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be had now: free ones, and cached ones to evict."""
+        return self.pool.num_free + len(self.cached)
+
+    def bytes_of(self, slot: int) -> Arena:
+        return self.arena[slot : slot + self.layout.page_bytes]
+
+    def take(self) -> int:
+        """A slot nobody uses, evicting the least recently used page if need be. There must be one."""
+        if not self.pool.num_free:
+            self.drop(next(iter(self.cached)))
+        return self.pool.take()
+
+    def drop(self, resident: Page | Branch) -> None:
+        """Give back the slot of something cached."""
+        assert resident.refs == 0 and resident.slot is not None
+        del self.cached[resident]
+        self.pool.give(resident.slot)
+        resident.slot = None
+        self.evicted(resident)
+
+    def hold(self, resident: Page | Branch) -> None:
+        resident.refs += 1
+        self.cached.pop(resident, None)
+
+    def release(self, resident: Page | Branch) -> None:
+        """One need less; without any, it is cached as the most recently used."""
+        assert resident.refs > 0
+        resident.refs -= 1
+        if resident.refs == 0 and resident.slot is not None:
+            self.cached[resident] = None
+            if resident.forgotten:
+                self.drop(resident)
+
+    def load(self, resident: Page | Branch, loaded: Loaded) -> None:
+        """Bring something held into the arena; `loaded` is called on the engine thread when it is there, or cannot be."""
+        assert resident.refs > 0
+        if resident.slot is not None:
+            loaded(None)
+        elif resident in self.loading:
+            self.loading[resident][1].append(loaded)
+        else:
+            slot = self.take()
+            self.loading[resident] = slot, [loaded]
+            self._readers.submit(self._read, resident, slot)
+
+    def _read(self, resident: Page | Branch, slot: int) -> None:
+        """On an I/O thread."""
+        error = None
+        try:
+            self.read(resident, self.bytes_of(slot))
+        except CorruptFile as corrupt:
+            error = corrupt
+        self.post(lambda: self._finish_load(resident, slot, error))
+
+    def read(self, resident: Page | Branch, target: Arena) -> None:
+        """Fill a page's bytes from disk, checked. Raises CorruptFile."""
+        files = resident.files
+        if self.store is None or not files:
+            raise CorruptFile("nothing of it was saved")
+        for file in files:
+            if file.rows == self.layout.rows:
+                self.store.read(file, target.data)
+            else:
+                rows = np.empty(file.size, np.uint8)
+                self.store.read(file, rows.data)
+                self.layout.copy_rows(target, file.first, rows, file.rows, out=False)
+
+    def _finish_load(self, resident: Page | Branch, slot: int, error: CorruptFile | None) -> None:
+        _, waiting = self.loading.pop(resident)
+        if resident.slot is not None:  # an equal page was computed meanwhile
+            self.pool.give(slot)
+            error = None
+        elif error is None:
+            resident.slot = slot
+        else:
+            self.pool.give(slot)
+        for loaded in waiting:
+            loaded(error)
+
+    def copy(self, source: Page | Branch, slot: int) -> None:
+        """Copy on write: the whole page; rows behind those that are meant are never attended to."""
+        assert source.slot is not None
+        self.bytes_of(slot)[:] = self.bytes_of(source.slot)
+
+    def check(self, residents: Iterable[Page | Branch], extra_slots: Iterable[int]) -> None:
+        """Add everything up: each slot is free, held, loading or cached, and just one of these."""
+        used = [r.slot for r in residents if r.slot is not None] + list(extra_slots) + [slot for slot, _ in self.loading.values()]
+        free = self.pool.free_slots()
+        assert len(used) == len(set(used)), "a slot has two owners"
+        assert not free & set(used), "a slot is free and used"
+        assert len(used) + len(free) == self.pool.num_slots, f"{len(used)} used + {len(free)} free != {self.pool.num_slots}"
+        for resident in self.cached:
+            assert resident.refs == 0 and resident.slot is not None, "something cached is held or cold"
+
+    def close(self) -> None:
+        self._readers.shutdown()

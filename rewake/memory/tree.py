@@ -1,0 +1,252 @@
+"""The prefix tree: full pages under their parents, and the branches whose last, unfinished page hangs from them.
+
+        root ── page ── page ── page ── branch "coder" (37 rows)
+                   └── page ── branch "coder", older (200 rows)
+                   └── branch "reviewer" (5 rows)
+
+A path from the root to a branch is a transcript, token for token. Knows what was remembered; not where it is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rewake.quant import PAGE_TOKENS
+from rewake.store.base import StoredFile
+
+__all__ = ["Branch", "Page", "Prefix", "PrefixTree", "Resident", "common_length", "page_key", "to_tokens"]
+
+TOKEN = "i"  # array code: signed 32-bit
+
+
+def to_tokens(tokens: Sequence[int] = ()) -> array[int]:
+    return array(TOKEN, tokens)
+
+
+def page_key(namespace: str, signature: bytes, parent: bytes, tokens: array[int], group: int = 0) -> bytes:
+    """SHA-256 over everything a page's content depends on; fields are tagged and length-prefixed."""
+    digest = hashlib.sha256()
+    for tag, value in (
+        (b"ns", namespace.encode()),
+        (b"sig", signature),
+        (b"grp", group.to_bytes(4, "little")),
+        (b"par", parent),
+        (b"tok", tokens.tobytes()),
+    ):
+        digest.update(tag + len(value).to_bytes(8, "little") + value)
+    return digest.digest()
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading items two sequences of one type share, in O(log n) slice comparisons."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(eq=False)
+class Resident:
+    """Something that occupies a slot of the arena while it is hot.
+
+    `refs` counts sequences and writes that need it there. With none it is merely cached, and may be evicted.
+    """
+
+    slot: int | None = field(default=None, init=False)
+    refs: int = field(default=0, init=False)
+    forgotten: bool = field(default=False, init=False)  # out of the tree: its slot is given back with the last need
+
+
+@dataclass(eq=False)
+class Page(Resident):
+    """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens."""
+
+    key: bytes
+    parent: Page | None
+    tokens: array[int]
+    file: StoredFile | None = None
+    children: dict[bytes, Page] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+
+    def path(self) -> list[Page]:
+        """The pages from the first to this one."""
+        pages: list[Page] = []
+        page = self
+        while page.parent is not None:
+            pages.append(page)
+            page = page.parent
+        return pages[::-1]
+
+    @property
+    def stored_rows(self) -> int:
+        return PAGE_TOKENS
+
+    @property
+    def files(self) -> list[StoredFile]:
+        return [] if self.file is None else [self.file]
+
+
+@dataclass(eq=False)
+class Branch(Resident):
+    """One transcript, ending in a page that is not full: `tokens` are those behind `parent`.
+
+    The first `num_rows` of them have K/V. A last one may not: it was sampled, but never computed on.
+    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it.
+    """
+
+    id: str
+    namespace: str
+    agent: str | None
+    parent: Page
+    tokens: array[int] = field(default_factory=to_tokens)
+    num_rows: int = 0
+    segments: list[StoredFile] = field(default_factory=list)
+    running: bool = False
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.time)
+
+    @property
+    def saved_rows(self) -> int:
+        return sum(s.rows for s in self.segments)
+
+    @property
+    def stored_rows(self) -> int:
+        return self.num_rows
+
+    @property
+    def files(self) -> list[StoredFile]:
+        return self.segments
+
+    def transcript(self) -> array[int]:
+        """All token ids, from the first."""
+        whole = to_tokens()
+        for page in self.parent.path():
+            whole.extend(page.tokens)
+        whole.extend(self.tokens)
+        return whole
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.parent.path()) * PAGE_TOKENS + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The longest remembered prefix of some tokens: whole `pages`, then `rows` rows of `partial`.
+
+    `partial` is the page or branch to continue or copy from; with 0 rows it only shows where the tokens part.
+    """
+
+    pages: tuple[Page, ...]
+    partial: Page | Branch | None
+    rows: int
+
+    @property
+    def length(self) -> int:
+        return len(self.pages) * PAGE_TOKENS + self.rows
+
+    @property
+    def ends_branch(self) -> bool:
+        """Whether all that some branch has computed is in this prefix."""
+        return isinstance(self.partial, Branch) and self.rows == self.partial.num_rows
+
+
+class PrefixTree:
+    """All that is remembered under one signature, one tree for each namespace."""
+
+    def __init__(self, signature: bytes) -> None:
+        self.signature = signature
+        self.roots: dict[str, Page] = {}
+        self.agents: dict[tuple[str, str | None], list[Branch]] = {}
+
+    def root(self, namespace: str) -> Page:
+        return self.roots.setdefault(namespace, Page(b"", None, to_tokens()))
+
+    def key(self, namespace: str, parent: Page, tokens: array[int]) -> bytes:
+        return page_key(namespace, self.signature, parent.key, tokens)
+
+    def longest_prefix(self, namespace: str, tokens: array[int], agent: str | None = None) -> Prefix:
+        """Walk whole pages as far as they go, then find the page or branch that shares most of what is left.
+
+        Between equals, a branch of `agent` wins over others, what nobody is appending to over what somebody is,
+        and a branch over a page.
+        """
+        pages: list[Page] = []
+        node, at = self.root(namespace), 0
+        while len(tokens) - at >= PAGE_TOKENS:
+            chunk = tokens[at : at + PAGE_TOKENS]
+            child = node.children.get(self.key(namespace, node, chunk))
+            if child is None or child.tokens != chunk:  # a hash alone is never trusted
+                break
+            pages.append(child)
+            node, at = child, at + PAGE_TOKENS
+        rest = tokens[at : at + PAGE_TOKENS]
+
+        def worth(candidate: Page | Branch) -> tuple[int, bool, bool, bool]:
+            shared = common_length(rest, candidate.tokens[: candidate.stored_rows])
+            if isinstance(candidate, Page) or shared < candidate.num_rows:
+                return shared, False, False, False
+            return shared, candidate.agent == agent, not candidate.running, True
+
+        candidates: list[Page | Branch] = [*node.children.values(), *node.branches]
+        partial = max(candidates, key=worth, default=None)
+        return Prefix(tuple(pages), partial, worth(partial)[0] if partial is not None else 0)
+
+    def add_page(self, namespace: str, parent: Page, tokens: array[int]) -> Page:
+        """A new full page under `parent`; the caller has seen that there is none of its key."""
+        assert len(tokens) == PAGE_TOKENS
+        page = Page(self.key(namespace, parent, tokens), parent, tokens)
+        assert page.key not in parent.children
+        parent.children[page.key] = page
+        return page
+
+    def add_branch(self, branch: Branch) -> Branch:
+        branch.parent.branches.append(branch)
+        self.agents.setdefault((branch.namespace, branch.agent), []).append(branch)
+        return branch
+
+    def move_branch(self, branch: Branch, parent: Page) -> None:
+        branch.parent.branches.remove(branch)
+        branch.parent = parent
+        parent.branches.append(branch)
+
+    def remove_branch(self, branch: Branch) -> None:
+        branch.parent.branches.remove(branch)
+        of_agent = self.agents[branch.namespace, branch.agent]
+        of_agent.remove(branch)
+        if not of_agent:
+            del self.agents[branch.namespace, branch.agent]
+
+    def remove_page(self, page: Page) -> None:
+        assert page.parent is not None and not page.children and not page.branches
+        del page.parent.children[page.key]
+
+    def branches_of(self, namespace: str, agent: str | None) -> list[Branch]:
+        """The agent's branches, the latest used first: that one is its head."""
+        return sorted(self.agents.get((namespace, agent), ()), key=lambda b: b.used, reverse=True)
+
+    def subtree(self, page: Page) -> list[Page]:
+        """`page` and everything below it, children before parents."""
+        pages, stack = [], [page]
+        while stack:
+            pages.append(stack.pop())
+            stack.extend(pages[-1].children.values())
+        return pages[::-1]
+
+    def residents(self) -> Iterator[Page | Branch]:
+        for root in self.roots.values():
+            stack = [root]
+            while stack:
+                page = stack.pop()
+                stack.extend(page.children.values())
+                yield from page.branches
+                if page.parent is not None:
+                    yield page

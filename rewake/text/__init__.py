@@ -1,0 +1,1 @@
+"""Messages to text to token ids, and back."""

@@ -1,0 +1,95 @@
+"""The model's tokenizer and chat template, as transformers knows them, and what the rest of the server asks of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from rewake.errors import InvalidRequest, ModelError
+
+__all__ = ["Detokenizer", "Segment", "Tokenizer"]
+
+Segment = tuple[str, tuple[int, ...]]  # a stretch of text without special tokens, or one special token, and its ids
+
+
+class Tokenizer:
+    """Text to ids and back; special tokens in text are recognised as such."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        if not self._tokenizer.is_fast:
+            raise ModelError("the model's tokenizer has no fast version: its text cannot be streamed exactly")
+        special = {str(t): int(i) for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
+        self.special_ids = frozenset(special.values())
+        self._special = special
+        self._split = re.compile("(" + "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) + ")") if special else None
+        self._splits = self._splitting_changes_nothing()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text that already has all special tokens it is to have."""
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The exact text, special tokens and spaces included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+
+    def split(self, text: str) -> list[str]:
+        """Cut at special tokens, which become pieces of their own; tokens never cross these cuts."""
+        if self._split is None or not self._splits:
+            return [text]
+        return [piece for piece in self._split.split(text) if piece]
+
+    def special_id(self, piece: str) -> int | None:
+        return self._special.get(piece)
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer.backend_tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt's text for a chat. Raises InvalidRequest for what the model's template refuses."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template: it cannot be used for chat completions", param="messages")
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
+
+    def stop_ids(self, path: Path) -> frozenset[int]:
+        """Tokens that end an answer: the tokenizer's end, and those of the model's generation config."""
+        ids = {self._tokenizer.eos_token_id}
+        config = path / "generation_config.json"
+        if config.is_file():
+            eos = json.loads(config.read_text()).get("eos_token_id")
+            ids |= set(eos if isinstance(eos, list) else [eos])
+        return frozenset(i for i in ids if i is not None)
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+    def _splitting_changes_nothing(self) -> bool:
+        """Whether text behind a special token is tokenised as it is alone; false for some sentencepiece vocabularies."""
+        probe = "user\nHello, wörld! 12 \n\n  x"
+        return all(self.encode(t + probe + t) == [i, *self.encode(probe), i] for t, i in self._special.items())
+
+
+class Detokenizer:
+    """Turns one answer's tokens into text as they come; a character split over tokens waits for its last byte."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        return self._stream.step(self._backend, token) or ""
