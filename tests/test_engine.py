@@ -1,0 +1,244 @@
+"""The engine and the memory on the fake backend, whose answers depend on every row it reads back from the pages."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from rewake.backends.base import Batch
+from rewake.errors import ContextLengthExceeded, InvalidRequest, RequestError
+from rewake.quant import PAGE_TOKENS
+from tests.fakes import EchoBackend, EngineHarness, expected_answer
+
+BOUNDARIES = (1, 2, 255, 256, 257, 511, 512, 513, 700)  # W5
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(2, 1000), k=length)
+
+
+@pytest.mark.parametrize("length", BOUNDARIES)
+def test_the_same_prompt_again_computes_one_token(harness: EngineHarness, length: int) -> None:
+    """R1, R7: hot, evicted, and in a new process."""
+    text = prompt(length)
+    first = harness.ask(text, "a")
+    assert (first.match.kind, first.match.computed_tokens) == ("miss", length)
+    for how in (lambda: None, harness.evict_all, harness.restart):
+        how()
+        again = harness.ask(text, "a")
+        assert again.tokens == first.tokens == expected_answer(text, 4)
+        assert (again.match.kind, again.match.computed_tokens, again.match.reused_tokens) == ("exact", 1, length - 1)
+        assert again.result().saved
+
+
+@pytest.mark.parametrize("length", BOUNDARIES)
+def test_a_next_turn_computes_only_what_is_new(harness: EngineHarness, length: int) -> None:
+    text = prompt(length)
+    for turn in range(4):
+        if turn % 2:
+            harness.evict_all()
+        pending = harness.ask(text, "a", max_tokens=5)
+        assert pending.tokens == expected_answer(text, 5)
+        if turn:
+            assert pending.match.kind == "extend"
+            assert pending.match.computed_tokens == 1 + 7  # the last sampled token was never computed on (W6), and the new ones
+        text = text + pending.tokens + prompt(7, seed=turn)
+    harness.restart()
+    assert harness.ask(text, "a").match.computed_tokens == 8
+
+
+def test_an_edit_in_the_middle_reuses_all_before_it_and_says_where(harness: EngineHarness) -> None:
+    """P7, R5: the older branch stays usable."""
+    text = prompt(600)
+    harness.ask(text, "a")
+    edited = [*text[:400], 1, *text[401:]]
+    pending = harness.ask(edited, "a")
+    assert pending.tokens == expected_answer(edited, 4)
+    assert (pending.match.kind, pending.match.reused_tokens) == ("diverge", 400)
+    assert pending.match.first_difference == (400, tuple(text[400:408]), tuple(edited[400:408]))
+    assert harness.ask(text, "a").match.computed_tokens == 1
+
+
+def test_a_side_request_of_the_same_agent_does_not_disturb_its_conversation(harness: EngineHarness) -> None:
+    """R5."""
+    main = prompt(900)
+    harness.ask(main, "a")
+    harness.ask(prompt(40, seed=1), "a")
+    harness.restart()
+    assert harness.ask(main, "a").match.computed_tokens == 1
+
+
+def test_agents_that_begin_alike_share_pages(harness: EngineHarness) -> None:
+    system = prompt(2 * PAGE_TOKENS + 10)
+    for i in range(10):
+        pending = harness.ask([*system, 10 + i, *prompt(50, seed=i)], f"agent{i}")
+        assert pending.tokens == expected_answer([*system, 10 + i, *prompt(50, seed=i)], 4)
+        if i:
+            assert pending.match.reused_tokens == len(system)
+    used = harness.memory.residency.pool.num_slots - harness.memory.residency.pool.num_free
+    assert used == 2 + 10  # two shared pages, and a tail each
+    summary = harness.engine.call(lambda: harness.memory.agent("default", "agent3")).result()
+    assert summary.tokens == len(system) + 51 + 4
+
+
+def test_whoever_does_not_say_who_they_are_gets_the_longest_remembered_prefix(harness: EngineHarness) -> None:
+    text = prompt(300)
+    first = harness.ask(text)
+    longer = [*text, *first.tokens, *prompt(20, seed=2)]
+    assert harness.ask(longer).match.kind == "extend"
+    assert harness.ask(text).match.kind == "exact"
+
+
+def test_agents_are_served_in_order_one_request_at_a_time(harness: EngineHarness) -> None:
+    """W8."""
+    text = prompt(40)
+    running: list[int] = []
+    harness.backend.before_step = lambda batch: running.append(len(batch.rows))
+    pendings = [harness.submit([*text, i], "a", max_tokens=6) for i in range(2, 8)]
+    for i, pending in enumerate(pendings, start=2):
+        pending.result()
+        assert pending.tokens == expected_answer([*text, i], 6)
+    assert max(running) == 1
+
+
+def test_forty_agents_under_a_budget_for_four_are_all_answered(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path, num_pages=20)
+    prompts = {f"a{i}": prompt(1000, seed=i) for i in range(40)}
+    for again in range(2):
+        pendings = {name: harness.submit(text, name) for name, text in prompts.items()}
+        for name, pending in pendings.items():
+            computed = pending.result().match.computed_tokens
+            assert computed == 1 if again else computed > 990  # a first token or two may be another's
+            assert pending.tokens == expected_answer(prompts[name], 4)
+        harness.check()
+    harness.close()
+
+
+def test_what_can_never_fit_is_refused_before_any_work(tmp_path: Path) -> None:
+    """L4."""
+    harness = EngineHarness(tmp_path, num_pages=4)
+    with pytest.raises(ContextLengthExceeded, match="need 5 pages .* holds 4"):
+        harness.submit(prompt(1024), max_tokens=1)
+    with pytest.raises(InvalidRequest, match="empty"):
+        harness.submit([])
+    assert harness.backend.num_computed == 0
+    harness.ask(prompt(1020), max_tokens=4)
+    harness.ask(prompt(1020), max_tokens=4)  # a full arena, and no room for a copy of the shared page
+    harness.close()
+
+
+def test_a_cancelled_request_keeps_what_it_has_computed(harness: EngineHarness) -> None:
+    """A5."""
+    text = prompt(2000)
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(batch: Batch) -> None:
+        if batch.rows[0].start >= 512:
+            entered.set()
+            go.wait(10)
+
+    harness.backend.before_step = hold
+    pending = harness.submit(text, "a")
+    entered.wait(10)
+    harness.engine.cancel(pending.id)  # type: ignore[attr-defined]
+    go.set()
+    assert pending.result().reason == "cancelled"
+    harness.restart()
+    again = harness.ask(text, "a")
+    assert again.match.reused_tokens == 1024
+    assert again.tokens == expected_answer(text, 4)
+
+
+def test_without_a_store_memories_last_as_long_as_the_arena(tmp_path: Path) -> None:
+    harness = EngineHarness(None, num_pages=8)
+    text = prompt(600)
+    assert not harness.ask(text, "a").result().saved
+    assert harness.ask(text, "a").match.kind == "exact"
+    harness.ask(prompt(1500, seed=1), "b")
+    again = harness.ask(text, "a")
+    assert again.match.kind == "miss" or again.match.reused_tokens < 600
+    assert again.tokens == expected_answer(text, 4)
+    harness.close()
+
+
+def test_forgetting_an_agent_frees_its_files_but_not_those_of_others(harness: EngineHarness) -> None:
+    shared = prompt(PAGE_TOKENS)
+    for name in ("a", "b"):
+        harness.ask([*shared, *prompt(300, seed=ord(name))], name)
+
+    def files() -> int:
+        return len(list(Path(str(harness.data)).glob("*/*/*.safetensors")))
+
+    assert files() == 1 + 2 * 2
+    done = threading.Event()
+    harness.engine.call(lambda: harness.memory.forget("default", "a", done.set)).result()
+    assert done.wait(10)
+    assert files() == 3
+    harness.restart()
+    with pytest.raises(RequestError, match="no agent 'a'"):
+        harness.engine.call(lambda: harness.memory.agent("default", "a")).result()
+    assert harness.ask([*shared, *prompt(300, seed=ord("b"))], "b").match.computed_tokens == 1
+
+
+def test_another_signature_never_sees_the_pages(harness: EngineHarness) -> None:
+    """A base model and its finetune have equal shapes."""
+    text = prompt(600)
+    harness.ask(text, "a")
+    harness.signature = b"finetune"
+    harness.restart()
+    assert harness.ask(text, "a").match.kind == "miss"
+    harness.signature = b"echo"
+    harness.restart()
+    assert harness.ask(text, "a").match.kind == "exact"
+
+
+def test_a_random_day_is_answered_exactly(tmp_path: Path) -> None:
+    """W1, W2 and the books: agents extend, edit, regenerate, go, come back, and lose pages, under pressure."""
+    rng = random.Random(7)
+    harness = EngineHarness(tmp_path, num_pages=24)
+    talks: dict[str, list[int]] = {f"a{i}": prompt(rng.randrange(1, 900), seed=i % 3) for i in range(8)}
+    for _ in range(60):
+        names = rng.sample(sorted(talks), k=4)
+        pendings = [(name, harness.submit(talks[name], name, max_tokens=rng.randrange(1, 30))) for name in names]
+        for name, pending in pendings:
+            pending.result()
+            assert pending.tokens == expected_answer(talks[name], len(pending.tokens))
+            talks[name] = next_prompt(rng, talks[name], pending.tokens)
+        harness.check()
+        what = rng.random()
+        if what < 0.2:
+            harness.evict_all()
+        elif what < 0.3:
+            harness.restart(EchoBackend(24))
+        elif what < 0.5:
+            damage_a_file(rng, tmp_path)
+    harness.close()
+
+
+def next_prompt(rng: random.Random, talk: list[int], answer: list[int]) -> list[int]:
+    if rng.random() < 0.2 or len(talk) > 1500:
+        cut = rng.randrange(1, len(talk) + 1)
+        return [*talk[:cut], *prompt(rng.randrange(1, 50), seed=rng.randrange(10))]
+    return talk if rng.random() < 0.2 else [*talk, *answer, *prompt(rng.randrange(1, 300), seed=rng.randrange(10))]
+
+
+def damage_a_file(rng: random.Random, data: Path) -> None:
+    files = sorted(data.glob("*/??/*.safetensors"))
+    if not files:
+        return
+    victim = rng.choice(files)
+    content = bytearray(victim.read_bytes())
+    kind = rng.randrange(4) if len(content) > 4096 else 3
+    if kind == 0:
+        content[rng.randrange(4096, len(content))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del content[rng.randrange(len(content)) :]
+    elif kind == 2:
+        content = bytearray(rng.choice(files).read_bytes())
+    if kind == 3:
+        victim.unlink()
+    else:
+        victim.write_bytes(content)

@@ -1,0 +1,181 @@
+"""The promise, on real weights: an agent that was evicted, restarted or killed goes on as if it never had been."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rewake.backends.base import Batch, Output
+from rewake.memory.pool import slot_bytes
+from rewake.quant import CODECS, PAGE_TOKENS
+from rewake.service import signature
+from tests.fakes import EngineHarness
+from tests.server import ServerProcess
+
+WORDS = "river stone cloud lamp paper engine garden window violin harbour copper meadow signal".split()
+
+
+def essay(agent: int, words: int) -> str:
+    """Text that differs from agent to agent from its first word on."""
+    rng = np.random.default_rng(agent)
+    return f"Note {agent}: " + " ".join(rng.choice(WORDS, words))
+
+
+def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path, kv: str) -> None:
+    """Claim 1: a process that never evicts replays the recorded steps of both servers, and every logit is equal."""
+    recording = tmp_path / "steps.jsonl"
+    page = {"q4": 1_658_880, "bf16": 5_898_240}[kv]
+    budget = 7 * slot_bytes(page)  # three agents of three pages do not fit
+    talks = {f"agent{i}": [{"role": "user", "content": essay(i, 600)}] for i in range(3)}
+    with ServerProcess(tmp_path / "data", "--kv", kv, "--memory", str(budget), "--record", str(recording)) as server:
+        for _ in range(2):
+            for agent, messages in talks.items():
+                text, report = server.chat(agent, messages, max_tokens=8)
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        assert report["match"] == "extend" and report["loaded_tokens"] > 0, "the budget was to force evictions"
+
+        text, report = server.chat("agent0", talks["agent0"], max_tokens=8)
+        server.kill()  # right behind the last chunk
+        assert report["saved"]
+        server.start()
+        again, woken = server.chat("agent0", talks["agent0"], max_tokens=8)
+        assert woken["match"] == "exact" and woken["computed_tokens"] == 1 and woken["loaded_tokens"] == woken["reused_tokens"]
+        assert again == text
+        turn = [*talks["agent0"], {"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+        _, next_turn = server.chat("agent0", turn, max_tokens=8)
+        assert next_turn["match"] == "extend"
+        new_tokens = next_turn["prompt_tokens"] - report["prompt_tokens"] - 7  # of 8 generated, the last was not computed on
+        assert next_turn["computed_tokens"] == new_tokens
+        for agent in ("agent1", "agent2"):
+            _, report = server.chat(agent, talks[agent], max_tokens=8)
+            assert report["match"] == "extend" and report["loaded_tokens"] > 0
+
+    command = [sys.executable, "-m", "rewake", "replay", str(recording), "--kv", kv, "--threads", "2"]
+    replayed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert json.loads(replayed.stdout.splitlines()[-1])["steps"] > 50
+
+
+class ShadowBackend:
+    """Keeps a copy of every row that was appended, and compares it with the pages at each step, before and after."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.spec, self.layout, self.arena = backend.spec, backend.layout, backend.arena
+        self.copies: dict[str, np.ndarray[Any, Any]] = {}
+        self.num_compared = 0
+
+    def forward(self, batch: Batch) -> Output:
+        for row in batch.rows:
+            self.compare(row.names, row.slots, row.first_append)
+        output = self.backend.forward(batch)
+        for row in batch.rows:
+            self.compare(row.names, row.slots, row.first_append)
+            for i in range(row.first_append // PAGE_TOKENS, len(row.slots)):
+                self.copies[row.names[i]] = self.page(row.slots[i]).copy()
+        assert self.arena.nbytes == self.backend.arena.nbytes
+        return output
+
+    def page(self, slot: int) -> np.ndarray[Any, Any]:
+        return self.arena[slot : slot + self.layout.page_bytes]
+
+    def compare(self, names: tuple[str, ...], slots: tuple[int, ...], length: int) -> None:
+        for i, (name, slot) in enumerate(zip(names, slots, strict=True)):
+            rows = min(length - i * PAGE_TOKENS, PAGE_TOKENS)
+            if rows <= 0:
+                return
+            assert np.array_equal(self.rows(self.page(slot), rows), self.rows(self.copies[name], rows)), f"{name} has changed"
+            self.num_compared += rows
+
+    def rows(self, page: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+        if rows == PAGE_TOKENS:
+            return page
+        out = np.empty(self.layout.with_rows(rows).page_bytes, np.uint8)
+        self.layout.copy_rows(page, 0, out, rows, out=True)
+        return out
+
+    def trace(self, kind: str, *names: str) -> None:
+        if kind == "copy":
+            self.copies[names[1]] = self.copies[names[0]].copy()
+        elif kind == "settle":
+            self.copies[names[1]] = self.copies.pop(names[0])
+        elif kind == "intern":
+            del self.copies[names[0]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+def torch_backend(model: Any, kv: str, num_pages: int) -> Any:
+    from rewake.backends.torch.model import TorchBackend
+
+    page = slot_bytes(TorchBackend(model, kv, 8 * 2**20).layout.page_bytes)
+    return TorchBackend(model, kv, num_pages * page)
+
+
+@pytest.fixture
+def forty(tmp_path: Path, real_model: Any, kv: str) -> Iterator[EngineHarness]:
+    backend = ShadowBackend(torch_backend(real_model, kv, 4 * 4))
+    sign = signature(backend.facts())
+    made = EngineHarness(tmp_path, backend, signature=sign, trace=backend.trace)
+    yield made
+    made.close()
+
+
+def test_forty_agents_under_a_budget_for_four(forty: EngineHarness) -> None:
+    """Claim 2: what is attended is exactly what was appended, whatever was evicted and loaded meanwhile."""
+    rng = np.random.default_rng(0)
+    prompts = {f"agent{i}": rng.integers(20, 49000, 1000).tolist() for i in range(40)}
+    pendings = {name: forty.submit(prompt, name, max_tokens=4) for name, prompt in prompts.items()}
+    answers = {}
+    for name, pending in pendings.items():
+        assert pending.result(600).num_generated == 4
+        answers[name] = pending.tokens
+    loaded = 0
+    for name in list(prompts)[::4]:
+        pending = forty.ask(prompts[name] + answers[name] + [100 + int(name[5:])], name, max_tokens=4)
+        assert pending.match.kind == "extend" and pending.match.computed_tokens == 2
+        loaded += pending.match.loaded_tokens > 0
+    assert loaded >= 6, "most of them had to come back from disk"
+    assert forty.backend.num_compared > 40_000
+
+
+def test_a_flipped_byte_is_noticed_and_recomputed(tmp_path: Path, real_model: Any, kv: str) -> None:
+    """W2, and claim 1: the answer's bits are those before the damage, as the steps that make them are."""
+    backend = torch_backend(real_model, kv, 8)
+    harness = EngineHarness(tmp_path, backend, signature=signature(backend.facts()))
+    prompt = np.random.default_rng(1).integers(20, 49000, 600).tolist()
+    answer = harness.ask(prompt, "a", max_tokens=6).tokens
+    harness.evict_all()
+    page = sorted(tmp_path.glob("pages/*/*.safetensors"))[0]
+    content = bytearray(page.read_bytes())
+    content[len(content) // 2] ^= 1
+    page.write_bytes(content)
+    pending = harness.ask(prompt, "a", max_tokens=6)
+    assert pending.match.computed_tokens >= 600 - PAGE_TOKENS
+    assert len(list(tmp_path.glob("quarantine/*"))) == 1
+    if pending.match.reused_tokens == 0:
+        assert pending.tokens == answer
+    assert harness.ask(prompt, "a", max_tokens=6).match.computed_tokens == 1
+    harness.close()
+
+
+def test_q4_pages_are_0_281_of_fp16_by_file_size(tmp_path: Path, real_model: Any) -> None:
+    backend = torch_backend(real_model, "q4", 8)
+    harness = EngineHarness(tmp_path, backend, signature=signature(backend.facts()))
+    harness.ask(list(range(20, 20 + PAGE_TOKENS)), "a", max_tokens=1)
+    harness.close()
+    (page,) = tmp_path.glob("pages/*/*.safetensors")
+    with open(page, "rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    group = backend.spec.group
+    fp16 = PAGE_TOKENS * len(group.layers) * group.kv_heads * (group.k_dim + group.v_dim) * 2
+    assert (page.stat().st_size - header) / fp16 == 0.28125
+    assert CODECS["q4"].k_bits == 4
