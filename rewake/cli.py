@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[Config, dict[str, Any]], int] = flags.pop("run")
     try:
         config = load_config(flags)
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("rewake").setLevel(config.log_level.upper())
         return command(config, flags)
     except (RewakeError, httpx.HTTPError) as error:
         say(f"rewake: {error}", file=sys.stderr)

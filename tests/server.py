@@ -34,7 +34,8 @@ class ServerProcess:
 
     def start(self) -> None:
         self.port = free_port()
-        command = [sys.executable, "-m", "rewake", "serve", "--port", str(self.port), "--data", str(self.data), "--threads", "2", *self.flags]
+        where = ["--port", str(self.port), "--data", str(self.data), "--threads", "2"]
+        command = [sys.executable, "-m", "rewake", "serve", *where, *self.flags]
         self.log = self.data.with_suffix(".log")
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -120,7 +120,7 @@ def test_forty_agents_under_a_budget_for_four_are_all_answered(tmp_path: Path) -
 def test_what_can_never_fit_is_refused_before_any_work(tmp_path: Path) -> None:
     """L4."""
     harness = EngineHarness(tmp_path, num_pages=4)
-    with pytest.raises(ContextLengthExceeded, match="need 5 pages .* holds 4"):
+    with pytest.raises(ContextLengthExceeded, match=r"need 5 pages .* holds 4"):
         harness.submit(prompt(1024), max_tokens=1)
     with pytest.raises(InvalidRequest, match="empty"):
         harness.submit([])

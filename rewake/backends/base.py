@@ -61,6 +61,10 @@ class Backend(Protocol):
 
     def forward(self, batch: Batch) -> Output: ...
 
+    def warm_up(self) -> None:
+        """Called once, while no page is in use."""
+        ...
+
     def forget_sampler(self, sampler: str) -> None:
         """The sequence is over: its random stream is no longer needed."""
         ...

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewake.backends.base import Batch, Output
+from rewake.backends.base import Batch, Output, Row
 from rewake.backends.torch.cache import BatchQuantizedKVCache
 from rewake.backends.torch.kernels import load_kernels
 from rewake.backends.torch.loader import LoadedModel
@@ -54,6 +54,10 @@ class TorchBackend:
         positions = torch.tensor([[p for row in batch.rows for p in range(row.start, row.end)]])
         out = self.loaded.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
         return out.logits[0]  # type: ignore[no-any-return]
+
+    def warm_up(self) -> None:
+        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up."""
+        self.forward(Batch((Row((0,) * 16, 0, 0, (0,), ("warm-up",), "warm-up"),)))
 
     def forget_sampler(self, sampler: str) -> None:
         self._sampler.forget(sampler)

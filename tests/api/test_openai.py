@@ -1,0 +1,196 @@
+"""The protocol, through the official client and raw HTTP, against a real server on real weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rewake.models import DEFAULT_MODEL
+from tests.server import ServerProcess
+
+HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("api") / "data", "--context", "2048", "--memory", "200MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, messages: list[Any] = HELLO, **fields: Any) -> Any:
+    return client.chat.completions.create(model=DEFAULT_MODEL, messages=messages, **{"max_tokens": 8, "temperature": 0, **fields})
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == [DEFAULT_MODEL]
+    assert client.models.retrieve(DEFAULT_MODEL).id == DEFAULT_MODEL
+    with pytest.raises(openai.NotFoundError, match="this server runs"):
+        client.models.retrieve("gpt-4")
+
+
+def test_an_answer_and_its_report(client: openai.OpenAI) -> None:
+    answer = ask(client, extra_headers={"X-Agent-ID": "reporter"})
+    report = answer.rewake
+    assert answer.choices[0].message.content and answer.choices[0].finish_reason in ("stop", "length")
+    assert report["agent"] == "reporter" and report["saved"] is True
+    assert report["reused_tokens"] + report["computed_tokens"] == report["prompt_tokens"] == answer.usage.prompt_tokens
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    again = ask(client, extra_body={"agent_id": "reporter"})
+    assert again.rewake["match"] == "exact"
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    assert again.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_streamed_and_whole_answers_are_the_same_and_remembered_alike(client: openai.OpenAI) -> None:
+    """R3, A4."""
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}, extra_body={"agent_id": "streamer"}, max_tokens=20))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == ask(client, extra_body={"agent_id": "whole"}, max_tokens=20).choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage.prompt_tokens > 0 and chunks[-1].rewake["saved"] is True
+    assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+    for agent in ("streamer", "whole"):
+        history = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": f"Again, {agent}."}]
+        next_turn = ask(client, history, extra_body={"agent_id": agent})
+        assert next_turn.rewake["match"] == "extend"
+        assert next_turn.rewake["computed_tokens"] < 20
+
+
+def test_without_usage_the_report_is_in_the_last_chunk(client: openai.OpenAI) -> None:
+    *_, last = ask(client, stream=True)
+    assert last.choices[0].finish_reason and last.rewake["match"] in ("exact", "extend", "diverge", "miss")
+
+
+def test_content_parts_developer_role_and_null_options(client: openai.OpenAI) -> None:
+    """A9."""
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello."}]},
+    ]
+    answer = ask(client, parts, n=1, user="u", seed=3, top_p=0.9, temperature=0.5, extra_body={"metadata": {"a": "b"}, "top_k": 5})
+    assert answer.choices[0].message.content
+
+
+def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
+    answers = {ask(client, temperature=1.5, seed=11, max_tokens=12).choices[0].message.content for _ in range(2)}
+    others = {ask(client, temperature=1.5, seed=s, max_tokens=12).choices[0].message.content for s in range(3)}
+    assert len(answers) == 1 and len(others) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"stop": "x"}, "stop"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": []}, "tools"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages.0.content"),
+        ({"surprise": 1}, "surprise"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"agent_id": ""}, "agent_id"),
+        ({"agent_id": "a\0b"}, "agent_id"),
+        ({"agent_id": "x" * 10_000}, "agent_id"),
+    ],
+)
+def test_what_is_not_obeyed_is_refused_by_name(server: ServerProcess, change: dict[str, Any], param: str) -> None:
+    body = {"model": DEFAULT_MODEL, "messages": HELLO, **change}
+    response = server.http.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"].startswith(param.split(".")[0]) and error["message"]
+
+
+def test_errors_keep_the_protocol(server: ServerProcess) -> None:
+    missing = server.http.post("/v1/chat/completions", json={"model": "gpt-4", "messages": HELLO})
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+    garbled = server.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert garbled.status_code == 400 and "error" in garbled.json()
+    assert server.http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    assert server.http.get("/v1/chat/completions").status_code == 405
+
+
+def test_too_long_is_said_before_any_work(client: openai.OpenAI) -> None:
+    """A7."""
+    for fields in ({"messages": [{"role": "user", "content": "word " * 3000}]}, {"max_tokens": 5000}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, **fields)
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("agent", ["a/b", "..", "../../etc/passwd", "CON", "a b", "\N{PARTY POPPER}", "." * 200, "x'; DROP TABLE pages;--"])
+def test_strange_agent_ids_are_stored_safely(server: ServerProcess, agent: str) -> None:
+    """A10: an id is never a path."""
+    before = {p for p in server.data.parent.rglob("*") if p.parent == server.data.parent}
+    _, report = server.chat(agent, HELLO, max_tokens=2)
+    assert report["agent"] == agent
+    assert server.http.get("/v1/agents/" + quoted(agent)).json()["agent"] == agent
+    assert server.http.delete("/v1/agents/" + quoted(agent)).json()["forgotten"] is True
+    assert server.http.get("/v1/agents/" + quoted(agent)).status_code == 404
+    assert {p for p in server.data.parent.rglob("*") if p.parent == server.data.parent} == before
+
+
+def quoted(agent: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in agent.encode())
+
+
+def test_agents_are_listed_with_their_sizes(server: ServerProcess) -> None:
+    _, report = server.chat("sized", [{"role": "user", "content": "word " * 600}], max_tokens=2)
+    (row,) = [a for a in server.http.get("/v1/agents").json()["data"] if a["agent"] == "sized"]
+    assert row["tokens"] >= report["prompt_tokens"] > 600
+    assert row["pages_on_disk"] == row["tokens"] // 256 and row["bytes_on_disk"] > 600 * 6480
+
+
+def test_a_client_that_leaves_stops_the_work(server: ServerProcess) -> None:
+    """A5: and what was computed is kept."""
+    messages = [{"role": "user", "content": "Count to a thousand."}]
+    body = {"model": DEFAULT_MODEL, "messages": messages, "stream": True, "agent_id": "leaver", "max_tokens": 1500, "temperature": 0}
+    with httpx.stream("POST", f"http://127.0.0.1:{server.port}/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                break
+    for _ in range(100):
+        found = server.http.get("/v1/agents/leaver")
+        if found.is_success:
+            break
+        time.sleep(0.1)
+    assert found.json()["tokens"] < 200
+
+
+def test_the_command_line_talks_to_it(server: ServerProcess) -> None:
+    import subprocess
+    import sys
+
+    def rewake(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rewake", *arguments, "--port", str(server.port)]
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+    said = rewake("chat", "--agent", "cli", text="Say hello.\n\n")
+    assert said.returncode == 0 and "tokens reused" in said.stdout, said.stderr
+    assert "cli" in rewake("agents", "ls").stdout
+    assert "tokens" in rewake("agents", "show", "cli").stdout
+    assert rewake("agents", "forget", "cli").returncode == 0
+    gone = rewake("agents", "show", "cli")
+    assert gone.returncode == 1 and "no agent 'cli'" in gone.stderr
+    assert "needs the agent's name" in rewake("agents", "show").stderr
+
+
+def test_files_have_no_paths_from_ids(server: ServerProcess) -> None:
+    allowed = {"manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "lock", "pages", "segments", "quarantine"}
+    assert {p.name for p in Path(server.data).iterdir()} <= allowed

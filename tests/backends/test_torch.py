@@ -1,0 +1,128 @@
+"""The torch backend against transformers' own attention, and its coder against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rewake.backends.base import Batch, Row
+from rewake.backends.torch.kernels.vectorised import decode, encode
+from rewake.backends.torch.sampler import Sampler
+from rewake.memory.pool import slot_bytes
+from rewake.quant import bf16_to_f32
+from rewake.quant import decode as reference_decode
+from rewake.quant import encode as reference_encode
+from rewake.request import Sampling
+from tests.test_wake import torch_backend
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 192])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_torch_coder_is_the_reference_bit_for_bit(dim: int, bits: int) -> None:
+    x = np.random.default_rng(dim).normal(size=(40, 3, dim)).astype(np.float32)
+    x[0] = 2.5  # a constant group
+    codes, scales, biases = encode(torch.from_numpy(x), bits, 64)
+    for mine, reference in zip((codes, scales, biases), reference_encode(x, bits, 64), strict=True):
+        assert mine.contiguous().view(torch.uint8).numpy().tobytes() == reference.tobytes()
+    decoded = decode(codes, scales, biases, bits, 64, dim)
+    assert (decoded.numpy() == reference_decode(*reference_encode(x, bits, 64), bits, 64, dim)).all()
+    assert bf16_to_f32(np.array([0x3F80], np.uint16)) == 1
+
+
+def steps(backend: Any, tokens: list[int], cuts: list[int], first_slot: int = 0) -> np.ndarray[Any, Any]:
+    """Logits behind each of `cuts`, computed in these pieces."""
+    size = slot_bytes(backend.layout.page_bytes)
+    logits, start = [], 0
+    for end in cuts:
+        slots = tuple((first_slot + i) * size for i in range(-(-end // 256)))
+        names = tuple(f"p{i}" for i in range(len(slots)))
+        row = Row(tuple(tokens[start:end]), start, start, slots, names, "s", GREEDY)
+        logits.append(backend.forward(Batch((row,))).logits[0])
+        start = end
+    return np.stack(logits)
+
+
+def mean_kl(p_logits: np.ndarray[Any, Any], q_logits: np.ndarray[Any, Any]) -> float:
+    p, q = (torch.from_numpy(x).log_softmax(-1) for x in (p_logits, q_logits))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def text_ids(model_path: Path) -> list[int]:
+    from rewake.text.tokenizer import Tokenizer
+
+    words = "The river carried the lamp past the stone garden while the violin kept playing for nobody in particular. " * 40
+    return Tokenizer(model_path).encode(words)[:600]
+
+
+@pytest.fixture(scope="module")
+def transformers_logits(model_path: Path, text_ids: list[int]) -> np.ndarray[Any, Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    with torch.inference_mode():
+        return model(torch.tensor([text_ids])).logits[0].float().numpy()  # type: ignore[no-any-return]
+
+
+CUTS = [255, 256, 257, 511, 512, 513, 600]
+
+
+@pytest.mark.parametrize(("kv", "bound"), [("bf16", 0.002), ("q8", 0.005), ("k8v4", 0.05), ("q4", 0.2)])
+def test_logits_are_those_of_transformers(
+    real_model: Any, text_ids: list[int], transformers_logits: np.ndarray[Any, Any], kv: str, bound: float
+) -> None:
+    """In pieces cut around page edges; what a codec loses is bounded on text the model finds easy."""
+    mine = steps(torch_backend(real_model, kv, 4), text_ids, CUTS)
+    assert mean_kl(transformers_logits[[c - 1 for c in CUTS]], mine) < bound
+
+
+def test_a_batch_of_strangers_computes_what_each_alone_does(real_model: Any, text_ids: list[int]) -> None:
+    """Rows of a batch attend to their own pages only; bf16 GEMMs differ in the last bits with the number of rows."""
+    backend = torch_backend(real_model, "bf16", 9)
+    size = slot_bytes(backend.layout.page_bytes)
+    parts = [text_ids[:300], text_ids[100:150], text_ids[200:201]]
+    slots = [(0, size), (2 * size,), (3 * size,)]
+    rows = tuple(Row(tuple(t), 0, 0, s, tuple(map(str, s)), str(i), GREEDY) for i, (t, s) in enumerate(zip(parts, slots, strict=True)))
+    together = backend.forward(Batch(rows)).logits
+    alone = np.stack([steps(backend, part, [len(part)], first_slot=4)[0] for part in parts])
+    assert mean_kl(alone, together) < 0.002
+
+
+def test_recomputing_the_last_token_uses_its_stored_row(real_model: Any, text_ids: list[int]) -> None:
+    backend = torch_backend(real_model, "q4", 2)
+    steps(backend, text_ids, [100])
+    before = backend.arena.copy()
+    row = Row((text_ids[99],), 99, 100, (0,), ("p0",), "s", GREEDY)
+    backend.forward(Batch((row,)))
+    assert (backend.arena == before).all()
+
+
+def test_sampling_obeys_its_bounds() -> None:
+    sampler = Sampler()
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0])
+    assert sampler.sample(logits, Sampling(temperature=0), "a") == 1
+    drawn = {sampler.sample(logits, Sampling(temperature=5.0, top_k=2), "a") for _ in range(200)}
+    assert drawn == {1, 2}
+    drawn = {sampler.sample(logits, Sampling(top_p=0.6), "a") for _ in range(200)}
+    assert drawn == {1}
+    drawn = {sampler.sample(logits, Sampling(temperature=2.0), "a") for _ in range(400)}
+    assert drawn == {0, 1, 2, 3}
+
+
+def test_a_sequence_draws_from_its_own_stream() -> None:
+    logits = torch.zeros(1000)
+    sampling = Sampling(seed=5)
+    alone = Sampler()
+    expected = [alone.sample(logits, sampling, "a") for _ in range(5)]
+    shared = Sampler()
+    drawn = []
+    for _ in range(5):
+        drawn.append(shared.sample(logits, sampling, "a"))
+        shared.sample(logits, Sampling(seed=6), "b")
+    assert drawn == expected

@@ -1,0 +1,55 @@
+"""Flags before environment before file, and errors that name the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rewake.config import Config, load_config, parse_bytes
+from rewake.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 * 2**30), ("512 MB", 512_000_000), ("1.5kib", 1536), ("1000", 1000), ("7B", 7), ("1gib", 2**30)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4 apples", "-1", "GiB", "1e9"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('memory = "1GiB"\nport = 1\nkv = "q8"\npersist = false\n')
+    environment = {"REWAKE_PORT": "2", "REWAKE_KV": "bf16"}
+    config = load_config({"kv": "q4", "port": None}, environment, file)
+    assert (config.memory, config.port, config.kv, config.persist) == (2**30, 2, "q4", False)
+    assert load_config({}, {}, tmp_path / "none") == Config()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"REWAKE_PORT": "many"}, "REWAKE_PORT is 'many': it must be a whole number"),
+        ({"REWAKE_PERSIST": "perhaps"}, "REWAKE_PERSIST .* true or false"),
+        ({"REWAKE_MEMORY": "much"}, "REWAKE_MEMORY: 'much' is not a size"),
+        ({"REWAKE_KV": "q3"}, "kv is 'q3'"),
+        ({"REWAKE_HOST": "0.0.0.0"}, "only loopback"),
+        ({"REWAKE_CHUNK": "0"}, "chunk is 0: it must be at least 1"),
+    ],
+)
+def test_errors_name_the_setting(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({}, environment, tmp_path / "none")
+
+
+def test_unknown_settings_in_the_file_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("ports = 1\n")
+    with pytest.raises(ConfigError, match="unknown settings ports"):
+        load_config({}, {}, file)
