@@ -74,6 +74,7 @@ def serve(config: Config, _: dict[str, Any]) -> int:
     from rewake.api.app import create_app, model_id
     from rewake.service import open_service
 
+    say(f"Loading {config.model} ...")
     service = open_service(config)
     try:
         for key, value in service.backend.describe().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class LoadedModel:
 def load_model(path: Path, threads: int = 0) -> LoadedModel:
     """Load the model in the folder `path`. Raises ModelError if it is none, or has a cache we cannot represent."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     register_attention()
     try:
         config = AutoConfig.from_pretrained(path)
