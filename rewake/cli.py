@@ -69,9 +69,8 @@ def say(text: str = "", **to: Any) -> None:
 
 
 def serve(config: Config, _: dict[str, Any]) -> int:
-    import uvicorn
-
-    from rewake.api.app import create_app, model_id
+    from rewake.api.app import model_id
+    from rewake.api.server import run
     from rewake.service import open_service
 
     say(f"Loading {config.model} ...")
@@ -82,7 +81,7 @@ def serve(config: Config, _: dict[str, Any]) -> int:
         say(f"{'memory':8} {budget(service.backend.layout.page_bytes, config.memory)}")
         say(f"{'agents':8} in {config.data}" if config.persist else f"{'agents':8} only in memory (--no-persist)")
         say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
-        uvicorn.run(create_app(service), host=config.host, port=config.port, log_level="warning", timeout_graceful_shutdown=5)
+        run(service)
     finally:
         service.close()
     return 0

@@ -125,9 +125,13 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def stop(self) -> None:
-        """Cancel what runs, save what there is, and end the thread."""
+    def begin_stop(self) -> None:
+        """Take no more requests and cancel what runs, keeping what it has computed; does not wait."""
         self.post(self._stop)
+
+    def stop(self) -> None:
+        """As `begin_stop`, then wait until all is saved and the thread has ended."""
+        self.begin_stop()
         self._thread.join()
         self.memory.close_all()
         if self._store is not None:

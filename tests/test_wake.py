@@ -63,6 +63,23 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
     assert json.loads(replayed.stdout.splitlines()[-1])["steps"] > 50
 
 
+def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what_was_computed(tmp_path: Path) -> None:
+    """D3, A8."""
+    messages = [{"role": "user", "content": "Count to one thousand, slowly."}]
+    with ServerProcess(tmp_path / "data") as server:
+        events = []
+        for event in server.stream("a", messages, max_tokens=4000):
+            events.append(event)
+            if len(events) == 5:
+                server.process.terminate()
+        assert "shutting down" in events[-1]["error"]["message"]
+        assert server.process.wait(30) == 0
+        server.start()
+        _, report = server.chat("a", messages, max_tokens=1)
+        assert report["match"] == "exact" and report["loaded_tokens"] > 0
+        assert server.http.get("/v1/agents/a").json()["tokens"] > report["prompt_tokens"]
+
+
 class ShadowBackend:
     """Keeps a copy of every row that was appended, and compares it with the pages at each step, before and after."""
 
