@@ -2,12 +2,13 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
+KERNELS := rewake/backends/torch/kernels
 
-.PHONY: install serve demo test lint check bench clean
+.PHONY: install serve demo test test-native lint check bench clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt torch
@@ -22,6 +23,12 @@ demo: install
 
 test: install
 	$(PY) -m pytest $(ARGS)
+
+test-native:
+	mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -Wno-psabi \
+		-I $(KERNELS) tests/kernels/native_test.cpp -o build/native_test
+	build/native_test
 
 lint: install
 	$(PY) -m ruff check .

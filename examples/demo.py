@@ -15,8 +15,8 @@ import httpx
 
 MODEL = "smollm2-135m"
 AGENTS = ("coder", "writer", "reviewer", "planner")
-WORDS = "agent memory page token cache disk kernel river stone cloud lamp paper engine garden window copper signal".split()
-NUM_WORDS = 1800
+WORDS = "river stone cloud lamp paper engine garden window violin harbour copper meadow signal".split()
+NUM_SENTENCES = 150
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
         cold, hot, restored = {}, {}, {}
         server = start(data, port)
         for name, talk in talks.items():
-            print(f"{name} reads {NUM_WORDS} words ...", flush=True)
+            print(f"{name} reads a story of {NUM_SENTENCES} sentences ...", flush=True)
             cold[name] = say(port, name, talk)[0]
         for name, talk in talks.items():
             hot[name] = say(port, name, talk)[0]
@@ -50,7 +50,10 @@ def main() -> int:
 
 def text_for(name: str) -> str:
     rng = random.Random(name)
-    return f"You are the {name}. Keep this in mind: " + " ".join(rng.choice(WORDS) for _ in range(NUM_WORDS)) + ". Now say hello."
+    told = (
+        f"The {rng.choice(WORDS)} stood near the {rng.choice(WORDS)}, and the {rng.choice(WORDS)} was quiet." for _ in range(NUM_SENTENCES)
+    )
+    return f"The story of the {name}. " + " ".join(told)
 
 
 def free_port() -> int:

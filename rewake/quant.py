@@ -83,6 +83,8 @@ class PageLayout:
         return (*self._fields("k", self.k_dim, self.codec.k_bits), *self._fields("v", self.v_dim, self.codec.v_bits))
 
     def _fields(self, name: str, dim: int, bits: int) -> Iterator[Field]:
+        if dim == 0:  # a latent cache: V is a prefix of K
+            return
         if bits == 16:
             yield Field(f"{name}.values", "BF16", dim)
             return

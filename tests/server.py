@@ -68,12 +68,13 @@ class ServerProcess:
             self.stop()
 
     def chat(self, agent: str, messages: list[dict[str, str]], **fields: Any) -> tuple[str, dict[str, Any]]:
-        """The whole answer and its `rewake` object, over a stream that is left right behind its last chunk."""
+        """The whole answer and its `rewake` object (with `completion_tokens`), over a stream that is left behind its last chunk."""
         text, report = "", {}
-        for event in self.stream(agent, messages, **fields):
+        for event in self.stream(agent, messages, stream_options={"include_usage": True}, **fields):
             for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
-            report = event.get("rewake", report)
+            if "rewake" in event:
+                report = {**event["rewake"], "completion_tokens": event["usage"]["completion_tokens"]}
         return text, report
 
     def stream(self, agent: str, messages: list[dict[str, str]], **fields: Any) -> Iterator[dict[str, Any]]:

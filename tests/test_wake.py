@@ -22,10 +22,11 @@ from tests.server import ServerProcess
 WORDS = "river stone cloud lamp paper engine garden window violin harbour copper meadow signal".split()
 
 
-def essay(agent: int, words: int) -> str:
-    """Text that differs from agent to agent from its first word on."""
+def story(agent: int, sentences: int) -> str:
+    """Text that differs from agent to agent from its first sentence on, and that the model has something to say about."""
     rng = np.random.default_rng(agent)
-    return f"Note {agent}: " + " ".join(rng.choice(WORDS, words))
+    told = (f"The {rng.choice(WORDS)} stood near the {rng.choice(WORDS)}, and the {rng.choice(WORDS)} was quiet." for _ in range(sentences))
+    return f"Story {agent}. " + " ".join(told)
 
 
 def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path, kv: str) -> None:
@@ -33,7 +34,7 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
     recording = tmp_path / "steps.jsonl"
     page = {"q4": 1_658_880, "bf16": 5_898_240}[kv]
     budget = 7 * slot_bytes(page)  # three agents of three pages do not fit
-    talks = {f"agent{i}": [{"role": "user", "content": essay(i, 600)}] for i in range(3)}
+    talks = {f"agent{i}": [{"role": "user", "content": story(i, 45)}] for i in range(3)}
     with ServerProcess(tmp_path / "data", "--kv", kv, "--memory", str(budget), "--record", str(recording)) as server:
         for _ in range(2):
             for agent, messages in talks.items():
@@ -51,8 +52,8 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
         turn = [*talks["agent0"], {"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
         _, next_turn = server.chat("agent0", turn, max_tokens=8)
         assert next_turn["match"] == "extend"
-        new_tokens = next_turn["prompt_tokens"] - report["prompt_tokens"] - 7  # of 8 generated, the last was not computed on
-        assert next_turn["computed_tokens"] == new_tokens
+        known = report["prompt_tokens"] + report["completion_tokens"] - 1  # the last generated token was not computed on
+        assert next_turn["reused_tokens"] == known
         for agent in ("agent1", "agent2"):
             _, report = server.chat(agent, talks[agent], max_tokens=8)
             assert report["match"] == "extend" and report["loaded_tokens"] > 0

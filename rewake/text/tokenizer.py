@@ -17,6 +17,9 @@ from rewake.errors import InvalidRequest, ModelError
 
 __all__ = ["Detokenizer", "Segment", "Tokenizer"]
 
+# Models are fine-tuned from others, and now and then end as those did, whatever their configuration says.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>")
+
 Segment = tuple[str, tuple[int, ...]]  # a stretch of text without special tokens, or one special token, and its ids
 
 
@@ -67,8 +70,8 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
     def stop_ids(self, path: Path) -> frozenset[int]:
-        """Tokens that end an answer: the tokenizer's end, and those of the model's generation config."""
-        ids = {self._tokenizer.eos_token_id}
+        """Tokens that end an answer: the tokenizer's end, those of the model's generation config, and the usual ones by their text."""
+        ids = {self._tokenizer.eos_token_id, *(self._special[t] for t in END_TOKENS if t in self._special)}
         config = path / "generation_config.json"
         if config.is_file():
             eos = json.loads(config.read_text()).get("eos_token_id")
@@ -85,11 +88,14 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one answer's tokens into text as they come; a character split over tokens waits for its last byte."""
+    """Turns one answer's tokens into text as they come; a character split over tokens waits for its last byte.
+
+    Special tokens are text, too: what was sampled is what is sent, so that it is recognised when it comes back.
+    """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=False)
 
     def push(self, token: int) -> str:
         return self._stream.step(self._backend, token) or ""

@@ -115,7 +115,9 @@ def test_appended_values_are_what_the_reference_codes(kernels: NativeKernels, sh
                     np.testing.assert_array_equal(got[name][:, rows:], want[name][:, rows:], name)
         if length and not shape.raw:
             # the rotations round differently, which can move a value across the border of two codes
-            step = bf16_to_f32(np.max([reference.fields(seq, p)["k.scales"][:, : length - 256 * p].max() for p in range(-(-length // 256))]))
+            step = bf16_to_f32(
+                np.max([reference.fields(seq, p)["k.scales"][:, : length - 256 * p].max() for p in range(-(-length // 256))])
+            )
             off = np.abs(ours.decoded(seq, "k") - reference.decoded(seq, "k"))
             assert off.max() <= step * 1.02
             assert (off > step * 0.02).mean() < 2e-3
@@ -185,7 +187,9 @@ def test_strided_k_v_and_q_are_read_in_place(kernels: NativeKernels, dtype: torc
     assert torch.equal(attend(plain, kernels), attend(strided, kernels))
 
 
-MANY = Shape(share=4, codecs=("q4", "k8v4", "q8"), seqs=((1300, 1), (5, 5), (700, 90), (0, 0), (257, 1), (1, 1), (513, 16)), window=900, sinks=True)
+MANY = Shape(
+    share=4, codecs=("q4", "k8v4", "q8"), seqs=((1300, 1), (5, 5), (700, 90), (0, 0), (257, 1), (1, 1), (513, 16)), window=900, sinks=True
+)
 
 
 @pytest.mark.parametrize("shape", [MANY, replace(MANY, codecs=("bf16",)), replace(MANY, group=32, k_dim=96, v_dim=80, soft_cap=20.0)])
@@ -226,7 +230,9 @@ def test_a_rows_bits_do_not_depend_on_how_many_rows_a_step_has(kernels: NativeKe
     store_by_reference(world)
     whole = attend(world, kernels)
     for position, rows in ((0, 1), (255, 1), (256, 1), (599, 1), (300, 40), (520, 200)):
-        part = replace(world, batch=replace(world.batch, **_step(position + 1, rows), derived={}), q=world.q[position + 1 - rows : position + 1])
+        part = replace(
+            world, batch=replace(world.batch, **_step(position + 1, rows), derived={}), q=world.q[position + 1 - rows : position + 1]
+        )
         assert torch.equal(attend(part, kernels), whole[position + 1 - rows : position + 1])
 
 

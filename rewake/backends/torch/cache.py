@@ -17,24 +17,40 @@ from rewake.backends.base import Batch
 from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
 from rewake.quant import PAGE_TOKENS, PageLayout
 
-__all__ = ["ATTENTION", "BatchQuantizedKVCache", "ragged", "register_attention"]
+__all__ = ["ATTENTION", "BatchQuantizedKVCache", "ModelPages", "ragged", "register_attention"]
 
 ATTENTION = "rewake"
+
+
+class ModelPages:
+    """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
+
+    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.layouts = {layout.codec.index: layout}
+        self.kernels = kernels
+        self._layers: dict[int, LayerAttention] = {}
+
+    def layer(self, layer: int, scale: float) -> LayerAttention:
+        if layer not in self._layers:
+            self._layers[layer] = LayerAttention(layer, scale)
+        assert self._layers[layer].scale == scale
+        return self._layers[layer]
 
 
 class BatchQuantizedKVCache:
     """K and V of the sequences of one step: where they lie, and how to append and attend to them."""
 
-    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, batch: Batch) -> None:
-        self.arena = arena
-        self.layouts = {layout.codec.index: layout}
-        self.kernels = kernels
-        self.batch = ragged(batch, layout)
+    def __init__(self, pages: ModelPages, batch: Batch) -> None:
+        self.pages = pages
+        self.batch = ragged(batch, pages.layout)
 
-    def append_and_attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def append_and_attend(self, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, q_heads, k_dim], k and v [tokens, kv_heads, dim] to [tokens, q_heads, v_dim]."""
-        self.kernels.append(self.arena, self.layouts, self.batch, layer, k, v)
-        return self.kernels.attend(self.arena, self.layouts, self.batch, layer, q)
+        pages, constant = self.pages, self.pages.layer(layer, scale)
+        pages.kernels.append(pages.arena, pages.layouts, self.batch, constant, k, v)
+        return pages.kernels.attend(pages.arena, pages.layouts, self.batch, constant, q)
 
 
 def ragged(batch: Batch, layout: PageLayout) -> RaggedBatch:
@@ -69,8 +85,8 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
-    layer = LayerAttention(layer=int(module.layer_idx), scale=scaling)  # type: ignore[arg-type]
-    out = kv.append_and_attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = kv.append_and_attend(layer, scaling, *(x[0].transpose(0, 1) for x in (query, key, value)))
     return out[None], None
 
 

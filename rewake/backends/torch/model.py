@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewake.backends.base import Batch, Output, Row
-from rewake.backends.torch.cache import BatchQuantizedKVCache
+from rewake.backends.torch.cache import BatchQuantizedKVCache, ModelPages
 from rewake.backends.torch.kernels import load_kernels
 from rewake.backends.torch.loader import LoadedModel
 from rewake.backends.torch.sampler import Sampler
@@ -31,11 +31,11 @@ class TorchBackend:
             raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({self.layout.page_bytes} bytes)")
         self.kernels, self.kernels_why = load_kernels()
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
-        self._arena = torch.from_numpy(self.arena)
+        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
-        kv = BatchQuantizedKVCache(self._arena, self.layout, self.kernels, batch)
+        kv = BatchQuantizedKVCache(self._pages, batch)
         last_rows = kv.batch.query_starts[1:].long() - 1
         wanted = [i for i, row in enumerate(batch.rows) if row.sampling is not None]
         with torch.inference_mode():

@@ -9,6 +9,9 @@ __all__ = ["load_kernels"]
 
 def load_kernels() -> tuple[AttentionKernels, str]:
     """The fastest kernels that work here, and why these."""
+    from rewake.backends.torch.kernels import native
     from rewake.backends.torch.kernels.vectorised import VectorisedKernels
 
-    return VectorisedKernels(), "the only kernels there are"
+    if kernels := native.load():
+        return kernels, f"the best of {', '.join(native.isas())} here"
+    return VectorisedKernels(), native.why_unavailable() or ""

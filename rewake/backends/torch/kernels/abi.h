@@ -1,0 +1,96 @@
+// The plain C structures that Python fills in (native.py mirrors them) and the work derived from them.
+// Knows no instruction set.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+// One cache group's pages under one codec: rewake.quant.PageLayout in numbers. kv_heads == 0: the codec is not in use.
+struct RwLayout {
+    int32_t kv_heads, k_dim, v_dim, group, k_bits, v_bits;
+    int64_t page_bytes, layer_bytes;
+    int64_t k_scales, k_biases, v_codes, v_scales, v_biases;  // offsets in the layer; K codes (or values) are at 0
+};
+
+struct RwBatch {
+    const int64_t* block_table;
+    const uint8_t* page_codecs;
+    const int32_t* query_starts;
+    const int32_t* kv_lengths;
+    const int64_t* append_pages;
+    const int32_t* append_rows;
+    const uint8_t* append_codecs;
+    int32_t seqs, max_pages, tokens;
+};
+
+struct RwLayer {
+    const float* sinks;
+    const float* k_mean;
+    float scale, soft_cap;  // soft_cap 0: none
+    int32_t layer, window;  // window 0: none
+    int32_t k_prefix;       // width of V as a prefix of K; 0: V has fields of its own
+};
+
+// Rows of K, V or q: [tokens, heads, dim] with unit last stride; strides count elements.
+struct RwRows {
+    const void* data;
+    int64_t token_stride, head_stride;
+    int32_t bf16;
+};
+
+}  // extern "C"
+
+constexpr int PAGE = 256;       // tokens
+constexpr int SPAN = 512;       // tokens of one context split; fixed, so that no split depends on the load
+constexpr int BLOCK = 64;       // tokens whose attention weights share one fixed-point step
+constexpr int CODECS = 4;
+constexpr int MAX_DIM = 1024;
+
+struct AppendJob {
+    uint8_t* arena;
+    const RwLayout* layouts;
+    const RwBatch* batch;
+    const RwLayer* layer;
+    RwRows k, v;
+    int kv_heads;
+};
+
+// One softmax in the making: a row's maximum, sum and weighted values over some of its tokens.
+// Stored as float[accum_stride]: maximum, sum, 14 floats of padding, values.
+constexpr int ACCUM_HEAD = 16;
+
+struct AttendJob {
+    uint8_t* arena;
+    const RwLayout* layouts;
+    const RwBatch* batch;
+    const RwLayer* layer;
+    RwRows q;
+    void* out;
+    int q_heads, kv_heads, share;  // share: query heads per KV head
+    int k_dim, v_dim, group;
+    bool raw;                      // bf16 pages
+    int k_padded, k_groups;        // stored width of K; padded to whole vectors if raw
+    int v_width, v_groups;         // width accumulated: V's stored width, or the K prefix that must be rotated back
+    int q_stride;                  // int16 per prepared query
+    int accum_stride;              // floats
+    int16_t* q_codes;              // [kv_heads, tokens * share, q_stride]: queries in fixed point, or bf16 high and low parts
+    float* q_terms;                // [kv_heads, tokens * share, k_groups + 2]: step, q.mean, sums of each group
+    int row_block;                 // rows an item may have
+};
+
+// A block of (query row, query head) pairs of one sequence and KV head, against spans [first_span, last_span) of its context.
+struct AttendItem {
+    int32_t seq, head, first_row, last_row, first_span, last_span;
+    float* partial;          // where the sums of each span go, to be merged later; null: the item sees all spans, and merges them
+    int64_t partial_stride;  // floats from span to span
+};
+
+// What each instruction set provides.
+struct Kernels {
+    void (*append)(const AppendJob&, int64_t first, int64_t last, float* scratch);         // of tokens * kv_heads
+    void (*prepare)(const AttendJob&, int64_t first, int64_t last, float* scratch);        // of tokens * q_heads
+    void (*attend)(const AttendJob&, const AttendItem&, float* scratch);
+    void (*merge)(const AttendJob&, int seq, int head, int row, float* partials, int spans, int64_t span_stride, float* scratch);
+    size_t (*scratch_bytes)(const AttendJob*);
+};

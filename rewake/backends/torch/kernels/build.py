@@ -1,0 +1,61 @@
+"""Compiles the native kernels in place: `python -m rewake.backends.torch.kernels.build`.
+
+The same command an install runs (`command`), with the system's compiler or $CXX. Knows nothing of what is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+__all__ = ["COMPILE_ARGS", "HEADERS", "OPENMP_ARGS", "SOURCES", "build", "command"]
+
+HERE = Path(__file__).parent
+SOURCES = ("native.cpp",)
+HEADERS = (
+    "abi.h",
+    "kernels_append.h",
+    "kernels_attend.h",
+    "kernels_scores.h",
+    "kernels_values.h",
+    "simd_avx2.h",
+    "simd_avx512.h",
+    "simd_portable.h",
+)
+# No contraction: coding must round as numpy does, and a row's bits must not depend on where the compiler fuses.
+COMPILE_ARGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi")
+OPENMP_ARGS = ("-fopenmp",)
+
+
+def command(compiler: str, target: Path, *, openmp: bool) -> list[str]:
+    extra = OPENMP_ARGS if openmp else ()
+    return [*shlex.split(compiler), *COMPILE_ARGS, *extra, "-shared", *(str(HERE / s) for s in SOURCES), "-o", str(target)]
+
+
+def build(directory: Path = HERE) -> str:
+    """Compile into `directory`; with OpenMP if the compiler has it, else for one thread. Returns what was done."""
+    compiler = os.environ.get("CXX") or "c++"
+    target = directory / f"_native{'.dylib' if sys.platform == 'darwin' else '.so'}"
+    failures = []
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        for openmp in (True, False):
+            args = command(compiler, Path(scratch) / target.name, openmp=openmp)
+            done = subprocess.run(args, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                (Path(scratch) / target.name).replace(target)  # whoever has the old one loaded keeps it
+                threads = "OpenMP" if openmp else "one thread: the compiler has no OpenMP"
+                return f"built {target} ({threads}; {sysconfig.get_platform()})\n  {shlex.join(args)}"
+            failures.append(done.stderr)
+    raise RuntimeError(f"{compiler} could not compile the native kernels:\n{failures[-1]}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(build() + "\n")
+    except (OSError, RuntimeError) as error:
+        sys.exit(str(error))

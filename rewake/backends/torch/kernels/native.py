@@ -1,0 +1,245 @@
+"""The kernels of the C++ library in this folder, called through ctypes.
+
+Checks shapes and types, hands over addresses, and knows nothing of arithmetic. The library is loaded after torch, so
+that both use the OpenMP runtime that torch brought; it keeps its own scratch per thread: under 1 MiB for heads up to
+256 values (1.5 MiB for 576), plus the queries of a step in fixed point and at most 16 MiB of sums to be merged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
+from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
+
+__all__ = ["ISAS", "NativeKernels", "isas", "load", "why_unavailable"]
+
+ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
+VERSION = 1  # of the interface to the library
+SUFFIXES = (".so", ".pyd", ".dylib")
+REFUSALS = ("", "instruction set", "layout or heads", "lengths", "page outside the arena", "codec without layout", "row outside its page")
+
+
+class _Layout(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_heads", "k_dim", "v_dim", "group", "k_bits", "v_bits")),
+        *((name, c_int64) for name in ("page_bytes", "layer_bytes", "k_scales", "k_biases", "v_codes", "v_scales", "v_biases")),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        *((n, c_void_p) for n in ("block_table", "page_codecs", "query_starts", "kv_lengths")),
+        *((n, c_void_p) for n in ("append_pages", "append_rows", "append_codecs")),
+        *((name, c_int32) for name in ("seqs", "max_pages", "tokens")),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("sinks", c_void_p),
+        ("k_mean", c_void_p),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("layer", c_int32),
+        ("window", c_int32),
+        ("k_prefix", c_int32),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    found = sorted(p for p in Path(__file__).parent.glob("_native*") if p.suffix in SUFFIXES)
+    if not found:
+        raise OSError("the native kernels were not compiled (python -m rewake.backends.torch.kernels.build compiles them)")
+    newest = max(found, key=lambda p: p.stat().st_mtime)  # an install and `build` may both have left one
+    library = ctypes.CDLL(str(newest))
+    if library.rw_version() != VERSION:
+        raise OSError(f"{newest.name} was compiled from other sources (python -m rewake.backends.torch.kernels.build compiles them anew)")
+    shared = (c_int32, c_void_p, c_int64, POINTER(_Layout), POINTER(_Batch), POINTER(_Layer), c_int32)
+    rows = (c_void_p, c_int64, c_int64, c_int32)
+    library.rw_supported.argtypes = (c_int32,)
+    library.rw_append.argtypes = (*shared, *rows, *rows, c_int32)
+    library.rw_attend.argtypes = (*shared, *rows, c_void_p, c_int32)
+    return library
+
+
+def why_unavailable() -> str | None:
+    """Why there are no native kernels here; None if there are."""
+    try:
+        _library()
+    except (OSError, AttributeError) as error:  # no file, not loadable, or of another version
+        return str(error)
+    forced = os.environ.get("REWAKE_ISA")
+    if forced and forced not in isas():
+        return f"REWAKE_ISA={forced} is not one of {', '.join(isas())}"
+    return None
+
+
+def isas() -> list[str]:
+    """The instruction sets this machine can run, best first."""
+    return [name for name, number in ISAS.items() if _library().rw_supported(number)]
+
+
+def load() -> NativeKernels | None:
+    """The kernels for the best instruction set, or the one $REWAKE_ISA names; None where `why_unavailable` has a reason."""
+    return None if why_unavailable() else NativeKernels(os.environ.get("REWAKE_ISA") or isas()[0])
+
+
+class NativeKernels:
+    """AttentionKernels on one instruction set."""
+
+    def __init__(self, isa: str | None = None) -> None:
+        self.isa = isa or isas()[0]
+        assert self.isa in isas(), f"{self.isa} does not run here; {isas()} do"
+        self._library = _library()
+        self.name = f"native ({self.isa}{'' if self._library.rw_openmp() else ', one thread'})"
+        self._isa = ISAS[self.isa]
+        self._layouts: dict[int, tuple[Mapping[int, PageLayout], object, PageLayout]] = {}
+
+    def append(
+        self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor
+    ) -> None:
+        native_layouts, layout = self._layouts_of(layouts)
+        v = k if layer.v_is_k_prefix else v
+        tokens = batch.append_pages.shape[0]
+        assert k.shape == (tokens, layout.kv_heads, layout.k_dim) and k.dtype in _BF16 and v.dtype in _BF16
+        assert layer.v_is_k_prefix or v.shape == (tokens, layout.kv_heads, layout.v_dim)
+        assert k.stride(2) == v.stride(2) == 1 or not tokens
+        refused = self._library.rw_append(
+            self._isa,
+            arena.data_ptr(),
+            arena.numel(),
+            native_layouts,
+            _batch_of(batch),
+            _layer_of(layer, layout),
+            layout.kv_heads,
+            *_rows_of(k),
+            *_rows_of(v),
+            torch.get_num_threads(),
+        )
+        assert not refused, f"append: bad {REFUSALS[refused]}"
+
+    def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
+        native_layouts, layout = self._layouts_of(layouts)
+        tokens, heads, dim = q.shape
+        assert tokens == batch.append_pages.shape[0] and dim == layout.k_dim and heads % layout.kv_heads == 0
+        assert (q.stride(2) == 1 or not tokens) and q.dtype in _BF16
+        assert layer.sinks is None or layer.sinks.shape == (heads,)
+        out = torch.empty((tokens, heads, layer.v_dim or layout.v_dim), dtype=q.dtype)
+        refused = self._library.rw_attend(
+            self._isa,
+            arena.data_ptr(),
+            arena.numel(),
+            native_layouts,
+            _batch_of(batch),
+            _layer_of(layer, layout),
+            heads,
+            *_rows_of(q),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert not refused, f"attend: bad {REFUSALS[refused]}"
+        return out
+
+    def _layouts_of(self, layouts: Mapping[int, PageLayout]) -> tuple[object, PageLayout]:
+        known = self._layouts.get(id(layouts))
+        if known is None or known[0] is not layouts:  # the mapping is kept, so that its id stays its own
+            if len(self._layouts) >= 64:  # far more than there are cache groups: somebody makes new ones for each call
+                self._layouts.clear()
+            known = (layouts, _native_layouts(layouts), next(iter(layouts.values())))
+            self._layouts[id(layouts)] = known
+        return known[1], known[2]
+
+
+_BF16 = {torch.bfloat16: 1, torch.float32: 0}
+
+
+def _rows_of(x: Tensor) -> tuple[int, int, int, int]:
+    token, head, _ = x.stride()
+    return x.data_ptr(), token, head, _BF16[x.dtype]
+
+
+def _native_layouts(layouts: Mapping[int, PageLayout]) -> ctypes.Array[_Layout]:
+    table = (_Layout * len(CODECS))()
+    first = next(iter(layouts.values()))
+    for index, layout in layouts.items():
+        assert layout.rows == PAGE_TOKENS and layout.codec.index == index
+        assert (layout.kv_heads, layout.k_dim, layout.v_dim, layout.layers) == (first.kv_heads, first.k_dim, first.v_dim, first.layers)
+        assert layout.k_dim <= 1024 and layout.v_dim <= 1024 and layout.group_size in (32, 64) and layout.group_size == first.group_size
+        offsets = {field.name: at for layer, field, at in layout.arrays() if layer == 0}
+        table[index] = _Layout(
+            layout.kv_heads,
+            layout.k_dim,
+            layout.v_dim,
+            layout.group_size,
+            layout.codec.k_bits,
+            layout.codec.v_bits,
+            layout.page_bytes,
+            layout.layer_bytes,
+            offsets.get("k.scales", 0),
+            offsets.get("k.biases", 0),
+            offsets.get("v.codes", offsets.get("v.values", 0)),
+            offsets.get("v.scales", 0),
+            offsets.get("v.biases", 0),
+        )
+    return table
+
+
+def _batch_of(batch: RaggedBatch) -> _Batch:
+    native = batch.derived.get("native")
+    if native is None:
+        native = batch.derived["native"] = _native_batch(batch)
+    assert isinstance(native, _Batch)
+    return native
+
+
+def _native_batch(batch: RaggedBatch) -> _Batch:
+    seqs, max_pages = batch.block_table.shape
+    (tokens,) = batch.append_pages.shape
+    expected = {
+        "block_table": ((seqs, max_pages), torch.int64),
+        "page_codecs": ((seqs, max_pages), torch.uint8),
+        "query_starts": ((seqs + 1,), torch.int32),
+        "kv_lengths": ((seqs,), torch.int32),
+        "append_pages": ((tokens,), torch.int64),
+        "append_rows": ((tokens,), torch.int32),
+        "append_codecs": ((tokens,), torch.uint8),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(batch, name)
+        assert x.shape == shape and x.dtype is dtype and x.is_contiguous() and x.device.type == "cpu", name
+    return _Batch(*(getattr(batch, name).data_ptr() for name in expected), seqs, max_pages, tokens)
+
+
+def _layer_of(layer: LayerAttention, layout: PageLayout) -> _Layer:
+    native = layer.derived.get("native")
+    if native is None:
+        native = layer.derived["native"] = _native_layer(layer, layout)
+    assert isinstance(native, _Layer)
+    return native
+
+
+def _native_layer(layer: LayerAttention, layout: PageLayout) -> _Layer:
+    assert 0 <= layer.layer < layout.layers
+    assert layer.v_is_k_prefix == (layout.v_dim == 0)
+    assert not layer.v_is_k_prefix or (layer.v_dim is not None and 0 < layer.v_dim <= layout.k_dim)
+    for x, shape in ((layer.sinks, None), (layer.k_mean, (layout.kv_heads, layout.k_dim))):
+        assert x is None or (x.dtype is torch.float32 and x.is_contiguous() and (shape is None or x.shape == shape))
+    return _Layer(
+        None if layer.sinks is None else layer.sinks.data_ptr(),
+        None if layer.k_mean is None else layer.k_mean.data_ptr(),
+        layer.scale,
+        layer.soft_cap or 0.0,
+        layer.layer,
+        layer.window or 0,
+        (layer.v_dim or 0) if layer.v_is_k_prefix else 0,
+    )

@@ -1,0 +1,211 @@
+// Self-test of the kernel library, meant to run under AddressSanitizer and UndefinedBehaviorSanitizer:
+//
+//     c++ -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -Wno-psabi \
+//         -I rewake/backends/torch/kernels tests/kernels/native_test.cpp -o native_test && ./native_test
+//
+// Appends random K and V and attends to them on every instruction set, in arenas of exactly the bytes they need, and
+// compares with a slow reference in double over what was stored.
+#define REWAKE_POISON
+#include "native.cpp"
+
+#include <cstdio>
+#include <memory>
+#include <random>
+
+namespace {
+
+std::mt19937 rng(1);
+double normal() { return std::normal_distribution<double>()(rng); }
+int pick(std::initializer_list<int> from) { return from.begin()[rng() % from.size()]; }
+
+struct Shape {
+    int kv_heads, share, k_dim, v_dim, group, k_prefix, window;
+    bool raw;
+    float cap;
+    std::vector<std::pair<int, int>> seqs;  // tokens, query rows
+};
+
+RwLayout layout_of(const Shape& s, int k_bits, int v_bits) {
+    RwLayout l = {};
+    l.kv_heads = s.kv_heads, l.k_dim = s.k_dim, l.v_dim = s.k_prefix ? 0 : s.v_dim, l.group = s.group, l.k_bits = k_bits, l.v_bits = v_bits;
+    int64_t at = 0;
+    const auto codes = [&](int dim, int bits) {
+        at += (int64_t)s.kv_heads * PAGE * (bits == 16 ? dim : round_up(dim, s.group)) * bits / 8;
+    };
+    const auto terms = [&](int dim, int bits) { at += bits == 16 ? 0 : (int64_t)s.kv_heads * PAGE * ((dim + s.group - 1) / s.group) * 2; };
+    codes(l.k_dim, k_bits), l.k_scales = at;
+    terms(l.k_dim, k_bits), l.k_biases = at;
+    terms(l.k_dim, k_bits), l.v_codes = at;
+    codes(l.v_dim, v_bits), l.v_scales = at;
+    terms(l.v_dim, v_bits), l.v_biases = at;
+    terms(l.v_dim, v_bits), l.layer_bytes = at;
+    l.page_bytes = 2 * at;  // two layers; the second is used
+    return l;
+}
+
+// What is stored of a token, K still as it was coded.
+std::vector<double> stored(const uint8_t* page, const RwLayout& l, int head, int row, bool v) {
+    const portable::Side side = portable::side_of(page + l.layer_bytes, l, head, v);
+    const uint8_t* codes = side.codes + row * side.row_bytes;
+    std::vector<double> x(v ? l.v_dim : l.k_dim);
+    for (size_t i = 0; i < x.size(); i++) {
+        const size_t at = (size_t)row * side.groups + i / l.group;
+        if (side.bits == 16) {
+            uint16_t bits;
+            memcpy(&bits, codes + 2 * i, 2);
+            x[i] = portable::from_bf16(bits);
+        } else {
+            const int code = side.bits == 8 ? codes[i] : (codes[i / 2] >> (i % 2 * 4)) & 15;
+            x[i] = (double)code * portable::from_bf16(side.scales[at]) + portable::from_bf16(side.biases[at]);
+        }
+    }
+    return x;
+}
+
+void turn(std::vector<double>& x) {
+    std::vector<float> f(x.begin(), x.end());
+    portable::rotate(f.data(), (int)f.size());
+    x.assign(f.begin(), f.end());
+}
+
+struct World {
+    Shape shape;
+    RwLayout layouts[CODECS] = {};
+    std::vector<int64_t> table, append_pages;
+    std::vector<uint8_t> codecs, append_codecs;
+    std::vector<int32_t> starts{0}, lengths, append_rows;
+    std::vector<float> k, v, q, mean, sinks;
+    std::unique_ptr<uint8_t[]> arena;
+    int64_t arena_bytes = 0;
+    int max_pages = 1;
+    RwLayer layer = {};
+
+    explicit World(Shape s) : shape(std::move(s)) {
+        if (shape.raw)
+            layouts[3] = layout_of(shape, 16, 16);
+        else
+            layouts[0] = layout_of(shape, 4, 4), layouts[1] = layout_of(shape, 8, 4), layouts[2] = layout_of(shape, 8, 8);
+        for (auto [length, rows] : shape.seqs) {
+            max_pages = std::max(max_pages, (length + PAGE - 1) / PAGE);
+            lengths.push_back(length), starts.push_back(starts.back() + rows);
+        }
+        for (auto [length, rows] : shape.seqs)
+            for (int p = 0; p < max_pages; p++) {
+                codecs.push_back((uint8_t)(shape.raw ? 3 : rng() % 3));
+                table.push_back(p * PAGE < length ? arena_bytes : 0);
+                if (p * PAGE < length) arena_bytes += layouts[codecs.back()].page_bytes;
+            }
+        arena.reset(new uint8_t[arena_bytes]);  // no byte more: reading past a page's end is caught
+        memset(arena.get(), 0xFF, arena_bytes);
+        const int heads = shape.kv_heads * shape.share;
+        for (int i = 0; i < shape.kv_heads * shape.k_dim; i++) mean.push_back((float)normal());
+        for (int i = 0; i < heads; i++) sinks.push_back((float)normal());
+        for (int i = 0; i < starts.back() * heads * shape.k_dim; i++) q.push_back((float)normal());
+        layer = {sinks.data(), mean.data(), (float)(1 / std::sqrt((double)shape.k_dim)), shape.cap, 1, shape.window, shape.k_prefix};
+    }
+
+    RwBatch batch() const {
+        return {table.data(),        codecs.data(),       starts.data(), lengths.data(), append_pages.data(),
+                append_rows.data(), append_codecs.data(), (int)lengths.size(), max_pages, starts.back()};
+    }
+
+    void store(int isa) {
+        int tokens = 0;
+        for (size_t s = 0; s < lengths.size(); s++)
+            for (int t = 0; t < lengths[s]; t++, tokens++) {
+                append_pages.push_back(table[s * max_pages + t / PAGE]);
+                append_codecs.push_back(codecs[s * max_pages + t / PAGE]);
+                append_rows.push_back(t % PAGE);
+            }
+        for (int i = 0; i < tokens * shape.kv_heads * shape.k_dim; i++) k.push_back((float)normal());
+        for (int i = 0; i < tokens * shape.kv_heads * shape.v_dim; i++) v.push_back((float)normal());
+        RwBatch b = batch();
+        b.tokens = tokens;
+        const int bad = rw_append(isa, arena.get(), arena_bytes, layouts, &b, &layer, shape.kv_heads, k.data(), shape.kv_heads * shape.k_dim,
+                                  shape.k_dim, 0, v.data(), shape.kv_heads * shape.v_dim, shape.v_dim, 0, 1);
+        if (bad) std::printf("append refused: %d\n", bad), std::exit(1);
+    }
+
+    double error(int isa) {
+        const int heads = shape.kv_heads * shape.share;
+        std::vector<float> out((size_t)starts.back() * heads * shape.v_dim);
+        const RwBatch b = batch();
+        const int bad = rw_attend(isa, arena.get(), arena_bytes, layouts, &b, &layer, heads, q.data(), (int64_t)heads * shape.k_dim, shape.k_dim,
+                                  0, out.data(), 2);
+        if (bad) std::printf("attend refused: %d\n", bad), std::exit(1);
+        double worst = 0, largest = 1e-9;
+        for (size_t s = 0; s < lengths.size(); s++)
+            for (int row = starts[s]; row < starts[s + 1]; row++)
+                for (int h = 0; h < heads; h++) {
+                    const std::vector<double> want = reference((int)s, row, h);
+                    for (int d = 0; d < shape.v_dim; d++) {
+                        worst = std::max(worst, std::fabs(want[d] - out[((size_t)row * heads + h) * shape.v_dim + d]));
+                        largest = std::max(largest, std::fabs(want[d]));
+                    }
+                }
+        return worst / largest;
+    }
+
+    std::vector<double> reference(int s, int row, int h) const {
+        const int head = h / shape.share, position = lengths[s] - (starts[s + 1] - row);
+        const float* query = q.data() + ((size_t)row * shape.kv_heads * shape.share + h) * shape.k_dim;
+        std::vector<double> out(shape.v_dim);
+        double total = std::exp(sinks[h]);
+        for (int t = shape.window ? std::max(0, position - shape.window + 1) : 0; t <= position; t++) {
+            const int64_t entry = (int64_t)s * max_pages + t / PAGE;
+            const RwLayout& l = layouts[codecs[entry]];
+            std::vector<double> key = stored(arena.get() + table[entry], l, head, t % PAGE, false);
+            if (!shape.raw) {
+                turn(key);
+                for (int d = 0; d < shape.k_dim; d++) key[d] += mean[head * shape.k_dim + d];
+            }
+            const std::vector<double> value = shape.k_prefix ? key : stored(arena.get() + table[entry], l, head, t % PAGE, true);
+            double score = 0;
+            for (int d = 0; d < shape.k_dim; d++) score += query[d] * key[d];
+            score *= layer.scale;
+            if (shape.cap > 0) score = shape.cap * std::tanh(score / shape.cap);
+            total += std::exp(score);
+            for (int d = 0; d < shape.v_dim; d++) out[d] += std::exp(score) * value[d];
+        }
+        for (double& x : out) x /= total;
+        return out;
+    }
+};
+
+Shape random_shape() {
+    Shape s = {};
+    const std::pair<int, int> dims[] = {{64, 64}, {80, 80}, {96, 96}, {128, 128}, {192, 128}, {256, 256}, {8, 24}, {576, 512}, {80, 64}};
+    const int which = (int)(rng() % 9);
+    s.k_dim = dims[which].first, s.v_dim = dims[which].second;
+    s.k_prefix = which >= 7 ? s.v_dim : 0;
+    s.kv_heads = which >= 7 ? 1 : pick({1, 2});
+    s.share = pick({1, 2, 3, 5, 7});
+    s.group = pick({32, 64});
+    s.window = pick({0, 0, 1, 64, 100, 257});
+    s.raw = rng() % 4 == 0;
+    s.cap = (float)pick({0, 0, 5});
+    for (int n = pick({1, 2, 3}); n > 0; n--) {
+        const int length = pick({0, 1, 2, 63, 65, 255, 256, 257, 513, 600});
+        s.seqs.push_back({length, std::min(length, pick({0, 1, 1, 3, 20}))});
+    }
+    return s;
+}
+
+}  // namespace
+
+int main() {
+    const char* names[] = {"avx512", "avx2", "portable"};
+    for (int isa = 0; isa < ISAS; isa++) {
+        if (!rw_supported(isa)) continue;
+        double worst = 0;
+        const int rounds = 40;
+        for (int i = 0; i < rounds; i++) {
+            World world(random_shape());
+            world.store(isa);
+            worst = std::max(worst, world.error(isa));
+        }
+        std::printf("%-8s %d random steps, largest error %.1e of the output's maximum\n", names[isa], rounds, worst);
+        if (!(worst < 2e-3)) return 1;
+    }
+    return 0;
+}
