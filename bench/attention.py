@@ -12,21 +12,17 @@ so that one layer's pages are not simply found in the nearest cache again; "cold
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from bench.common import Bar, finish, flags
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
 from rewake.backends.torch.kernels.native import NativeKernels
@@ -170,35 +166,18 @@ def measure(quick: bool, isas: list[str]) -> list[dict[str, object]]:
     return rows
 
 
-def bars_of(rows: list[dict[str, object]], isa: str) -> list[dict[str, object]]:
+def bars_of(rows: list[dict[str, object]], isa: str) -> list[Bar]:
     ms = {(r["name"], r["codec"]): float(str(r["step_ms"])) for r in rows if r["isa"] == isa}
     values = (
         ms["decode 4096", "q4"],
         ms["decode 7000", "q4"] - ms["decode 64", "q4"],
         ms["16 rows at 4096", "q4"],
     )
-    return [
-        {"group": "kernels", "name": name, "value": round(value, 3), "limit": limit, "ok": value <= limit}
-        for (name, limit), value in zip(LIMITS.items(), values, strict=True)
-    ]
-
-
-def machine() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return f"{len(names) or '?'} x {names[0] if names else platform.machine()}"
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "none"
+    return [Bar("kernels", name, value, limit, most=True) for (name, limit), value in zip(LIMITS.items(), values, strict=True)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="q4 only, the cases with bars")
-    parser.add_argument("--check", nargs="?", const="kernels", help="exit 1 where a bar is missed")
-    parser.add_argument("--json", type=Path, help="also write the last line to this file")
+    parser = flags(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", help="only this instruction set (default: all; the best one if --quick)")
     args = parser.parse_args()
@@ -207,16 +186,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     isas = [args.isa] if args.isa else native.isas()[: 1 if args.quick else None]
     rows = measure(args.quick, isas)
-    bars = bars_of(rows, isas[0])
-    result = {"bench": "attention", "machine": machine(), "commit": commit(), "rows": rows, "bars": bars}
-    print()
-    for bar in bars:
-        print(f"{'ok    ' if bar['ok'] else 'MISSED'} {bar['name']}: {bar['value']} (limit {bar['limit']})")
-    line = json.dumps(result)
-    if args.json:
-        args.json.write_text(line + "\n")
-    print(line)
-    return 1 if args.check and not all(bar["ok"] for bar in bars) else 0
+    return finish("attention", rows, bars_of(rows, isas[0]), args)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class VectorisedKernels:
             where = Places(layout, layer.layer, batch.append_pages[rows], batch.append_rows[rows])
             for name, x in (("k", prepare_k(k[rows], layout, layer)), ("v", v[rows])):
                 fields = [f for f in layout.fields if f.name.startswith(name)]
+                if not fields:
+                    continue
                 if len(fields) == 1:
                     where.put(arena, fields[0], x.to(torch.bfloat16))
                     continue
@@ -43,15 +45,27 @@ class VectorisedKernels:
 
     def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
         starts = batch.query_starts.tolist()
-        outputs = []
+        outputs = [q.new_empty(0, q.shape[1], layer.v_dim or next(iter(layouts.values())).v_dim)]
         for i, length in enumerate(batch.kv_lengths.tolist()):
             mine = q[starts[i] : starts[i + 1]]
+            if len(mine) == 0:
+                continue
             pages = batch.block_table[i, : -(-length // PAGE_TOKENS)].tolist()
             codecs = batch.page_codecs[i, : len(pages)].tolist()
-            k, v = (x[:, :length].to(q.dtype) for x in read_pages(arena, layouts, layer.layer, pages, codecs))
+            k, v = (x[:, :length] for x in read_pages(arena, layouts, layer.layer, pages, codecs))
             rotated = layouts[codecs[0]].codec.k_bits < 16
-            outputs.append(attention(rotate(mine) if rotated else mine, mine, k, v, layer))
+            if layer.v_is_k_prefix:
+                v = prefix_of(k, rotated, layer)
+            outputs.append(attention(rotate(mine) if rotated else mine, mine, k.to(q.dtype), v.to(q.dtype), rotated, layer))
         return torch.cat(outputs)
+
+
+def prefix_of(k: Tensor, rotated: bool, layer: LayerAttention) -> Tensor:
+    """V of a latent cache: K rotated back (the rotation is its own inverse), with its mean, cut to `v_dim`."""
+    plain = rotate(k) if rotated else k
+    if rotated and layer.k_mean is not None:
+        plain = plain + layer.k_mean[:, None]
+    return plain[..., : layer.v_dim]
 
 
 class Places:
@@ -127,6 +141,8 @@ def read_pages(arena: Tensor, layouts: Mapping[int, PageLayout], layer: int, pag
         at += layout.field_bytes(field)
     split = 1 if layout.codec.k_bits == 16 else 3
     k = unpack(arrays[:split], layout.codec.k_bits, layout.group_size, layout.k_dim)
+    if layout.v_dim == 0:
+        return k.transpose(0, 1).flatten(1, 2), k.new_empty(layout.kv_heads, len(pages) * PAGE_TOKENS, 0)
     v = unpack(arrays[split:], layout.codec.v_bits, layout.group_size, layout.v_dim)
     return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
@@ -135,10 +151,10 @@ def unpack(arrays: list[Tensor], bits: int, group_size: int, dim: int) -> Tensor
     return arrays[0] if bits == 16 else decode(arrays[0], arrays[1], arrays[2], bits, group_size, dim)
 
 
-def attention(q: Tensor, q_plain: Tensor, k: Tensor, v: Tensor, layer: LayerAttention) -> Tensor:
+def attention(q: Tensor, q_plain: Tensor, k: Tensor, v: Tensor, rotated: bool, layer: LayerAttention) -> Tensor:
     """`q` [rows, q_heads, k_dim] (rotated as `k` is) over `k`, `v` [kv_heads, length, dim]: [rows, q_heads, v_dim].
 
-    The last row stands at the last position. `q_plain` is q before rotation, for the centring mean.
+    The last row stands at the last position. `q_plain` is q before rotation, for the mean that `k` was centred by.
     """
     rows, length = len(q), k.shape[1]
     mask = visible(rows, length, layer.window)
@@ -148,7 +164,7 @@ def attention(q: Tensor, q_plain: Tensor, k: Tensor, v: Tensor, layer: LayerAtte
     repeat = q.shape[1] // k.shape[0]
     k, v = k.float().repeat_interleave(repeat, 0), v.float().repeat_interleave(repeat, 0)
     logits = q.float().transpose(0, 1) @ k.transpose(1, 2)
-    if layer.k_mean is not None:
+    if rotated and layer.k_mean is not None:
         logits = logits + (q_plain.float().transpose(0, 1) @ layer.k_mean.repeat_interleave(repeat, 0)[..., None])
     logits = logits * layer.scale
     if layer.soft_cap is not None:
