@@ -165,7 +165,12 @@ class Engine:
         parts = plan([Need(s.next_position, s.num_pending) for s in self.running], self.chunk)
         if parts:
             batch = self._batch(parts)
-            output = self.backend.forward(batch)
+            try:
+                output = self.backend.forward(batch)
+            except Exception:
+                log.exception("a step has failed: its requests are answered with an error")
+                self._fail([self.running[part.index] for part in parts])
+                return
             self._step_trace(batch, output)
             self._append(parts, batch, output)
             self.num_steps += 1
@@ -248,13 +253,23 @@ class Engine:
         if sequence.num_generated >= sequence.request.max_tokens:
             self._close(sequence, "length")
 
+    def _fail(self, sequences: list[Sequence]) -> None:
+        """Rows a failed step may have written lie behind what is recorded: nobody attends to them."""
+        for sequence in sequences:
+            error = Failed(InternalError("the step that computed this request has failed: see the server's log"))
+            self._end(sequence, lambda _, error=error: error)  # type: ignore[misc]
+
     def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._end(sequence, lambda saved: Done(reason, sequence.match, sequence.num_generated, saved))
+
+    def _end(self, sequence: Sequence, event: Callable[[bool], Done | Failed]) -> None:
+        """Remember what was computed; the event goes out when it is known whether that is saved."""
         self.running.remove(sequence)
         self.backend.forget_sampler(sequence.request.id)
         self.closing += 1
 
         def closed(saved: bool) -> None:
             self.closing -= 1
-            sequence.request.emit(Done(reason, sequence.match, sequence.num_generated, saved))
+            sequence.request.emit(event(saved))
 
         self.memory.close(sequence, closed)

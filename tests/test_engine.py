@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rewake.backends.base import Batch
-from rewake.errors import ContextLengthExceeded, InvalidRequest, RequestError
+from rewake.backends.base import Batch, Output
+from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError
 from rewake.quant import PAGE_TOKENS
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
 
@@ -149,6 +149,26 @@ def test_a_cancelled_request_keeps_what_it_has_computed(harness: EngineHarness) 
     harness.restart()
     again = harness.ask(text, "a")
     assert again.match.reused_tokens == 1024
+    assert again.tokens == expected_answer(text, 4)
+
+
+def test_a_step_that_fails_fails_its_requests_and_nobody_elses(harness: EngineHarness) -> None:
+    """W7: rows that were written, but not recorded, are never attended to."""
+    text = prompt(700)
+    forward = harness.backend.forward
+
+    def half_way(batch: Batch) -> Output:
+        output = forward(batch)
+        if batch.rows[0].start >= 512:
+            raise RuntimeError("no")
+        return output  # type: ignore[no-any-return]
+
+    harness.backend.forward = half_way
+    with pytest.raises(InternalError, match="has failed"):
+        harness.ask(text, "a")
+    harness.backend.forward = forward
+    again = harness.ask(text, "a")
+    assert again.match.reused_tokens == 512
     assert again.tokens == expected_answer(text, 4)
 
 

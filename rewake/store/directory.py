@@ -30,6 +30,7 @@ __all__ = ["BLOCK", "FORMAT", "Directory", "checksum", "file_header"]
 FORMAT = "rewake-page-1"
 BLOCK = 4096  # headers are padded to it, so that the data can be read directly to where pages start
 FOLDERS = ("pages", "segments")
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)  # Windows would translate line ends
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Directory:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         header = file_header(self.layout.with_rows(rows), about)
         temporary = target.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+        with open(os.open(temporary, CREATE, 0o600), "wb", buffering=0) as file:
             write_all(file.fileno(), header)
             write_all(file.fileno(), data)
             os.fsync(file.fileno())
