@@ -18,6 +18,7 @@ import httpx
 
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, RewakeError
+from rewake.memory.pool import slot_bytes
 
 __all__ = ["main"]
 
@@ -88,7 +89,7 @@ def serve(config: Config, _: dict[str, Any]) -> int:
 
 
 def budget(page_bytes: int, memory: int) -> str:
-    pages = memory // page_bytes
+    pages = memory // slot_bytes(page_bytes)
     return f"{memory} bytes: {pages} pages of 256 tokens, {page_bytes} bytes each ({pages * 256} tokens)"
 
 
@@ -121,7 +122,6 @@ def doctor(config: Config, _: dict[str, Any]) -> int:
 
 
 def replay_recording(config: Config, flags: dict[str, Any]) -> int:
-    from rewake.memory.pool import slot_bytes
     from rewake.models import resolve
     from rewake.replay import num_pages, replay
     from rewake.service import load_backend
@@ -144,8 +144,9 @@ class Server:
     """A running server, as the commands see it."""
 
     def __init__(self, config: Config) -> None:
-        self.url = f"http://{config.host}:{config.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=httpx.Timeout(10, read=None))
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{config.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=httpx.Timeout(10, read=None), trust_env=False)  # no proxy to ourselves
 
     def request(self, method: str, path: str, **arguments: Any) -> Any:
         try:
@@ -157,7 +158,10 @@ class Server:
     def checked(self, response: httpx.Response) -> httpx.Response:
         if response.is_error:
             response.read()
-            raise ConfigError(response.json()["error"]["message"])
+            try:
+                raise ConfigError(response.json()["error"]["message"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f"{self.url} is not a rewake server, or not well: {response.status_code}") from None
         return response
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

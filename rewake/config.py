@@ -54,6 +54,8 @@ class Config:
             raise ConfigError(f"host is {self.host!r}: without API keys, only loopback addresses are served")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
+        if not 0 < self.port < 65536:
+            raise ConfigError(f"port is {self.port}: it must be 1 to 65535")
         for name, least in (("memory", 1), ("max_running", 1), ("chunk", 1), ("context", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
@@ -90,8 +92,8 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
     stored: dict[str, Any] = {}
     if file.is_file():
         try:
-            stored = tomllib.loads(file.read_text())
-        except tomllib.TOMLDecodeError as error:
+            stored = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from error
         unknown = stored.keys() - {f.name for f in fields(Config)}
         if unknown:
@@ -117,8 +119,10 @@ def convert(name: str, kind: str, value: Any, where: str) -> Any:
             return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
         if kind == "Path":
             return Path(value).expanduser()
+        if kind == "int" and (isinstance(value, (bool, float)) or not isinstance(value, (str, int))):
+            raise ValueError
         return int(value) if kind == "int" else str(value)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where} is {value!r}: it must be {'true or false' if kind == 'bool' else 'a whole number'}") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

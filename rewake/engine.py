@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
-from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded, RequestError, ShuttingDown
+from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
 from rewake.memory.agents import AgentMemory, Trace
 from rewake.request import Done, Failed, FinishReason, Generated, Request
 from rewake.scheduler import Need, Part, plan
@@ -61,8 +61,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.opening: dict[str, Request] = {}
         self.running: list[Sequence] = []
-        self.closing = 0
-        self.num_steps = 0
+        self.closing: list[Request] = []
         self._store = store
         self._step_trace = step_trace or (lambda *_: None)
         self._cancelled: set[str] = set()
@@ -106,9 +105,11 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
-            except RequestError as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the caller gets it)
                 future.set_exception(error)
 
         if self.is_alive:
@@ -145,39 +146,43 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            computed = False
             while not (self._stopping and self.is_idle):
-                self.step()
+                computed = self.step(wait=not computed)
         except BaseException as error:  # the edge of the thread: everybody who waits must be told
             log.exception("the engine has failed")
             self._failure = error
-            for request in (*self.waiting, *self.opening.values(), *(s.request for s in self.running)):
+            while not self._inbox.empty():  # requests that came meanwhile
+                self._inbox.get()()
+            for request in (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing):
                 request.emit(Failed(InternalError("the engine has failed: see the log")))
 
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.opening or self.running or self.closing)
 
-    def step(self) -> None:
-        """The life of every request, once around."""
-        self._receive()
+    def step(self, wait: bool = False) -> bool:
+        """The life of every request, once around; whether anything was computed. May `wait` for something to do."""
+        self._receive(wait)
         self._drop_cancelled()
         self._admit()
         parts = plan([Need(s.next_position, s.num_pending) for s in self.running], self.chunk)
-        if parts:
-            batch = self._batch(parts)
-            try:
-                output = self.backend.forward(batch)
-            except Exception:
-                log.exception("a step has failed: its requests are answered with an error")
-                self._fail([self.running[part.index] for part in parts])
-                return
-            self._step_trace(batch, output)
-            self._append(parts, batch, output)
-            self.num_steps += 1
+        if not parts:
+            return False
+        batch = self._batch(parts)
+        try:
+            output = self.backend.forward(batch)
+        except Exception:
+            log.exception("a step has failed: its requests are answered with an error")
+            self._fail([self.running[part.index] for part in parts])
+            return True
+        self._step_trace(batch, output)
+        self._append(parts, batch, output)
+        return True
 
-    def _receive(self) -> None:
-        """Run what was posted; sleep if there is nothing else to do."""
-        if not self.running and self._inbox.empty():
+    def _receive(self, wait: bool) -> None:
+        """Run what was posted; sleep until there is something, if nothing else is left to do."""
+        if wait and not self.running:
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()
@@ -192,7 +197,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Open waiting requests in their order, one at a time for each agent, as long as there is room."""
-        busy = {(s.request.namespace, s.request.agent) for s in self.memory.open_sequences}
+        at_work = [*self.closing, *(s.request for s in self.memory.open_sequences)]
+        busy = {(request.namespace, request.agent) for request in at_work}
         for request in list(self.waiting):
             if len(self.memory.open_sequences) >= self.max_running:
                 return
@@ -266,10 +272,10 @@ class Engine:
         """Remember what was computed; the event goes out when it is known whether that is saved."""
         self.running.remove(sequence)
         self.backend.forget_sampler(sequence.request.id)
-        self.closing += 1
+        self.closing.append(sequence.request)
 
         def closed(saved: bool) -> None:
-            self.closing -= 1
+            self.closing.remove(sequence.request)
             sequence.request.emit(event(saved))
 
         self.memory.close(sequence, closed)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewake.backends.base import Backend, Batch, Output, Row
+from rewake.errors import ConfigError
 from rewake.memory.pool import PagePool
+from rewake.quant import PAGE_TOKENS
 from rewake.request import Sampling
 
 __all__ = ["Recorder", "Replayed", "num_pages", "replay"]
@@ -71,41 +73,58 @@ def num_pages(path: Path) -> int:
 
 
 def replay(path: Path, backend: Backend) -> Iterator[Replayed]:
-    """Compute every step of a recording again. The backend's arena must hold all its pages."""
-    pool = PagePool(len(backend.arena), backend.layout.page_bytes)
-    slots: dict[str, int] = {}
+    """Compute every step of a recording again. The backend's arena must hold all its pages.
 
-    def slot(name: str) -> int:
-        if name not in slots:
-            slots[name] = pool.take()
-        return slots[name]
-
-    def copy(source: str, target: str) -> None:
-        size = backend.layout.page_bytes
-        backend.arena[slot(target) : slot(target) + size] = backend.arena[slots[source] : slots[source] + size]
-
-    def settle(name: str, key: str) -> None:
-        slots[key] = slots.pop(name)
-
-    def intern(name: str, key: str) -> None:
-        assert key in slots
-        pool.give(slots.pop(name))
-
-    def forget(key: str) -> None:
-        if key in slots:
-            pool.give(slots.pop(key))
-
-    events: dict[str, Callable[..., None]] = {"copy": copy, "settle": settle, "intern": intern, "forget": forget}
-    number = 0
+    Raises ConfigError if it begins with pages that it does not say how to make.
+    """
+    pages = Pages(backend)
+    steps = 0
     for line in lines(path):
         if "step" not in line:
             ((kind, names),) = line.items()
-            events[kind](*names)
+            getattr(pages, kind)(*names)
             continue
-        rows = tuple(
-            Row(tuple(tokens), start, first, tuple(slot(n) for n in names), tuple(names), str(i), GREEDY if sampled else None)
-            for i, (tokens, start, first, names, sampled) in enumerate(line["step"])
-        )
-        output = backend.forward(Batch(rows))
-        yield Replayed(number, line["logits"], digest(output))
-        number += 1
+        output = backend.forward(Batch(tuple(pages.row(i, *row) for i, row in enumerate(line["step"]))))
+        yield Replayed(steps, line["logits"], digest(output))
+        steps += 1
+
+
+class Pages:
+    """The pages of a replay, by name: each keeps its slot until the recording forgets it. Methods are named as events."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.arena = backend.arena
+        self.size = backend.layout.page_bytes
+        self.pool = PagePool(len(backend.arena), self.size)
+        self.slots: dict[str, int] = {}
+
+    def row(self, number: int, tokens: list[int], start: int, first_append: int, names: list[str], sampled: bool) -> Row:
+        self.must_know(names[: -(-first_append // PAGE_TOKENS)])
+        slots = tuple(self.slot(name) for name in names)
+        return Row(tuple(tokens), start, first_append, slots, tuple(names), str(number), GREEDY if sampled else None)
+
+    def must_know(self, names: list[str]) -> None:
+        if not self.slots.keys() >= set(names):
+            raise ConfigError("the recording begins in the middle: record from an empty --data directory on")
+
+    def slot(self, name: str) -> int:
+        if name not in self.slots:
+            self.slots[name] = self.pool.take()
+        return self.slots[name]
+
+    def copy(self, source: str, target: str) -> None:
+        self.must_know([source])
+        at, to = self.slots[source], self.slot(target)
+        self.arena[to : to + self.size] = self.arena[at : at + self.size]
+
+    def settle(self, name: str, key: str) -> None:
+        self.forget(key)
+        self.slots[key] = self.slots.pop(name)
+
+    def intern(self, name: str, key: str) -> None:
+        self.must_know([key])
+        self.pool.give(self.slots.pop(name))
+
+    def forget(self, key: str) -> None:
+        if key in self.slots:
+            self.pool.give(self.slots.pop(key))

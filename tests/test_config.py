@@ -40,6 +40,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         ({"REWAKE_MEMORY": "much"}, "REWAKE_MEMORY: 'much' is not a size"),
         ({"REWAKE_KV": "q3"}, "kv is 'q3'"),
         ({"REWAKE_HOST": "0.0.0.0"}, "only loopback"),
+        ({"REWAKE_PORT": "70000"}, "port is 70000"),
         ({"REWAKE_CHUNK": "0"}, "chunk is 0: it must be at least 1"),
     ],
 )

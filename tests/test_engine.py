@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rewake.backends.base import Batch, Output
-from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError
+from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
+from rewake.store.base import StoredFile
+from rewake.store.directory import Directory
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
 
 BOUNDARIES = (1, 2, 255, 256, 257, 511, 512, 513, 700)  # W5
@@ -117,6 +123,37 @@ def test_forty_agents_under_a_budget_for_four_are_all_answered(tmp_path: Path) -
     harness.close()
 
 
+def test_a_read_that_breaks_is_answered_all_the_same(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W3: whatever goes wrong, what it held is computed again."""
+    text = prompt(600)
+    harness.ask(text, "a")
+    harness.evict_all()
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "read", failing)
+        again = harness.ask(text, "a")
+    assert again.tokens == expected_answer(text, 4) and again.match.computed_tokens == 600
+
+
+def test_a_call_that_fails_fails_its_caller_only(harness: EngineHarness) -> None:
+    with pytest.raises(ZeroDivisionError):
+        harness.engine.call(lambda: 1 // 0).result(10)
+    cancelled: Future[int] = harness.engine.call(lambda: 1)
+    cancelled.cancel()
+    assert harness.ask(prompt(5)).tokens == expected_answer(prompt(5), 4)
+
+
+def test_a_dead_engine_answers_everybody(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path)
+    harness.backend.before_step = lambda batch: (_ for _ in ()).throw(SystemExit)
+    pendings = [harness.submit(prompt(10, seed=i), f"a{i % 2}") for i in range(4)]
+    for pending in pendings:
+        with pytest.raises(InternalError):
+            pending.result(10)
+    with pytest.raises(ShuttingDown):
+        harness.submit(prompt(5))
+    harness.engine.stop()
+
+
 def test_what_can_never_fit_is_refused_before_any_work(tmp_path: Path) -> None:
     """L4."""
     harness = EngineHarness(tmp_path, num_pages=4)
@@ -193,14 +230,123 @@ def test_forgetting_an_agent_frees_its_files_but_not_those_of_others(harness: En
         return len(list(Path(str(harness.data)).glob("*/*/*.safetensors")))
 
     assert files() == 1 + 2 * 2
-    done = threading.Event()
-    harness.engine.call(lambda: harness.memory.forget("default", "a", done.set)).result()
-    assert done.wait(10)
+    forget(harness, "a")
     assert files() == 3
     harness.restart()
     with pytest.raises(RequestError, match="no agent 'a'"):
         harness.engine.call(lambda: harness.memory.agent("default", "a")).result()
     assert harness.ask([*shared, *prompt(300, seed=ord("b"))], "b").match.computed_tokens == 1
+
+
+def forget(harness: EngineHarness, agent: str) -> None:
+    gone: Future[Exception | None] = Future()
+    harness.engine.call(lambda: harness.memory.forget("default", agent, gone.set_result)).result(10)
+    if error := gone.result(10):
+        raise error
+
+
+def test_forgetting_says_so_if_it_could_not(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.ask(prompt(300), "a")
+    monkeypatch.setattr(Directory, "commit", failing)
+    with pytest.raises(OSError, match="full"):
+        forget(harness, "a")
+
+
+def failing(*_: object) -> None:
+    raise OSError("the disk is full")
+
+
+def test_a_page_that_was_saved_late_is_found_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L3: the first turn's pages could not be written; the next turn's could, before them."""
+    text = prompt(600)
+    write, failures = Directory.write, iter([True])
+
+    def once(self: Directory, *arguments: Any) -> StoredFile:
+        if next(failures, False):
+            raise OSError("the disk is full")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Directory, "write", once)
+    assert not harness.ask(text, "a").result().saved
+    longer = [*text, *expected_answer(text, 4), *prompt(300, seed=1)]
+    harness.ask(longer, "a")
+    assert harness.ask(longer, "a").result().saved
+    harness.restart()
+    again = harness.ask(longer, "a")
+    assert again.match.computed_tokens == 1 and again.tokens == expected_answer(longer, 4)
+
+
+def test_saving_goes_on_after_a_full_disk_and_leaves_no_litter(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L3."""
+    text = prompt(600)
+    with monkeypatch.context() as patched:
+        patched.setattr("rewake.store.directory.write_all", failing)
+        pending = harness.ask(text, "a")
+        assert pending.tokens == expected_answer(text, 4) and not pending.result().saved
+    assert not list(Path(str(harness.data)).glob("*/*/*.tmp"))
+    assert harness.ask([*text, 1], "a").result().saved
+    harness.restart()
+    assert harness.ask([*text, 1], "a").match.kind == "exact"
+
+
+def test_a_deleted_directory_is_never_said_to_hold_anything(harness: EngineHarness) -> None:
+    """L5: the server carries on; what is computed from then on is not saved, and says so."""
+    text = prompt(300)
+    assert harness.ask(text, "a").result().saved
+    shutil.rmtree(str(harness.data))
+    again = harness.ask([*text, 5], "a")
+    assert again.tokens == expected_answer([*text, 5], 4) and not again.result().saved
+
+
+def test_a_turn_that_a_kill_has_cut_off_leaves_nothing(tmp_path: Path) -> None:
+    """Full pages are saved as they come; without their turn, nobody owns them."""
+    harness = EngineHarness(tmp_path / "data")
+    seen = threading.Event()
+    harness.backend.before_step = lambda batch: seen.set() if batch.rows[0].start >= 1024 else None
+    pending = harness.submit(prompt(1500), "a", max_tokens=2000)
+    assert seen.wait(20) and pending.first_token.wait(20)
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    harness.engine.cancel(pending.id)  # type: ignore[attr-defined]
+    pending.result()
+    harness.close()
+    killed = EngineHarness(tmp_path / "killed")
+    assert killed.engine.call(lambda: list(killed.memory.tree.residents())).result() == []
+    killed.close()
+    assert not list((tmp_path / "killed").glob("pages/*/*"))
+
+
+def test_a_second_request_waits_until_the_first_turn_is_saved(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch whose rows are being written is not appended to, evicted or interned meanwhile."""
+    commit = Directory.commit
+    monkeypatch.setattr(Directory, "commit", lambda self, c: (time.sleep(0.05), commit(self, c)))
+    text = prompt(PAGE_TOKENS)
+    other = harness.submit(prompt(5, seed=9), "other", max_tokens=60)
+    first = harness.submit(text, "a", max_tokens=1)
+    more = [*text, *expected_answer(text, 1), *prompt(40, seed=1)]
+    second = harness.submit(more, "a", max_tokens=30)
+    for pending in (first, second, other):
+        pending.result()
+    assert second.tokens == expected_answer(more, 30) and second.match.kind == "extend"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_running": 1}, {"num_pages": 2}], ids=str)
+def test_without_a_store_a_waiting_request_is_answered_when_its_turn_comes(options: dict[str, int]) -> None:
+    harness = EngineHarness(None, **options)  # type: ignore[arg-type]
+    gate = threading.Event()
+    harness.backend.before_step = lambda batch: gate.wait(5)
+    pendings = [harness.submit(prompt(300, seed=i), "a", max_tokens=5) for i in range(3)]
+    gate.set()
+    for pending in pendings:
+        pending.result(10)
+    harness.close()
+
+
+def test_without_a_store_what_was_evicted_leaves_no_record() -> None:
+    harness = EngineHarness(None, num_pages=4)
+    for i in range(30):
+        harness.ask(prompt(300, seed=i))
+    assert len(harness.engine.call(lambda: list(harness.memory.tree.residents())).result()) <= 4
+    harness.close()
 
 
 def test_another_signature_never_sees_the_pages(harness: EngineHarness) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rewake.api.generation import NAMESPACE
-from rewake.engine import Engine
+from rewake.api.generation import NAMESPACE, Generator
+from rewake.errors import InternalError
 
 __all__ = ["router"]
 
 
-def router(engine: Engine) -> APIRouter:
+def router(generator: Generator) -> APIRouter:
     routes = APIRouter(prefix="/v1/agents")
+    engine = generator.service.engine
     memory = engine.memory
 
     @routes.get("")
@@ -31,9 +32,11 @@ def router(engine: Engine) -> APIRouter:
     @routes.delete("/{agent:path}")
     async def forget(agent: str) -> dict[str, Any]:
         """Answers when the files are gone."""
-        gone: Future[None] = Future()
-        await asyncio.wrap_future(engine.call(lambda: memory.forget(NAMESPACE, agent, lambda: gone.set_result(None))))
-        await asyncio.wrap_future(gone)
+        gone: Future[Exception | None] = Future()
+        await asyncio.wrap_future(engine.call(lambda: memory.forget(NAMESPACE, agent, gone.set_result)))
+        await generator.forget(agent)
+        if error := await asyncio.wrap_future(gone):
+            raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
         return {"agent": agent, "forgotten": True}
 
     return routes

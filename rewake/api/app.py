@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from rewake.api import agents, openai
 from rewake.api.generation import Generator
-from rewake.errors import InvalidRequest, NotFound, RequestError
+from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
 from rewake.service import Service
 
 __all__ = ["create_app", "model_id"]
@@ -20,13 +20,14 @@ __all__ = ["create_app", "model_id"]
 def model_id(service: Service) -> str:
     """What clients call the model: its name, without the folders a local one lies in."""
     name = service.config.model
-    return service.path.name if name.startswith((".", "/", "~")) else name
+    return service.path.resolve().name if name.startswith((".", "/", "~")) else name
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
-    app.include_router(openai.router(Generator(service), model_id(service)))
-    app.include_router(agents.router(service.engine))
+    generator = Generator(service)
+    app.include_router(openai.router(generator, model_id(service)))
+    app.include_router(agents.router(generator))
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -40,6 +41,10 @@ def create_app(service: Service) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         return await request_error(request, describe(error))
+
+    @app.exception_handler(Exception)
+    async def our_fault(request: Request, _: Exception) -> JSONResponse:
+        return await request_error(request, InternalError("something went wrong here: see the server's log"))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,8 +36,8 @@ def check_agent_id(agent: str | None) -> str | None:
     """An id is any short printable text; it never becomes a path. Raises InvalidRequest."""
     if agent is None:
         return None
-    if not agent or len(agent) > MOST_AGENT_ID or not agent.isprintable():
-        raise InvalidRequest(f"an agent id is 1 to {MOST_AGENT_ID} printable characters", param="agent_id")
+    if not agent or len(agent) > MOST_AGENT_ID or not agent.isprintable() or agent in (".", ".."):
+        raise InvalidRequest(f"an agent id is 1 to {MOST_AGENT_ID} printable characters, and not . or ..", param="agent_id")
     return agent
 
 
@@ -82,6 +83,10 @@ class Generator:
             raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
         return most - num_prompt
 
+    async def forget(self, agent: str) -> None:
+        """Forget an agent's texts, too."""
+        await self._on_text_thread(lambda: self.service.transcripts.forget(NAMESPACE, agent))
+
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, function)
 
@@ -102,7 +107,7 @@ class Generation:
 
     def emit(self, event: Event) -> None:
         """Called on the engine's thread."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: the server is going, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def pieces(self, keep_alive: float | None = None) -> AsyncIterator[str | None]:

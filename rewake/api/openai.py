@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -24,7 +25,7 @@ KEEP_ALIVE = 10.0  # seconds of silence before a stream sends a comment, so that
 class Strict(BaseModel):
     """Unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class TextPart(Strict):
@@ -37,15 +38,24 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    # what clients send back from an answer; only what means "none"
     name: None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
 
     def rendered(self) -> dict[str, Any]:
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise InvalidRequest("a message holds half of a surrogate pair: it is not text", param="messages")
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class ChatRequest(Strict):
@@ -64,10 +74,10 @@ class ChatRequest(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     # not there yet: only what means "off"
     n: Literal[1] | None = None
-    stop: None = None
+    stop: Annotated[list[str], Field(max_length=0)] | None = None
     logprobs: Literal[False] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     # no-ops: they ask for nothing that could be done differently here
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -76,6 +86,8 @@ class ChatRequest(Strict):
     prompt_cache_key: str | None = None
 
     def ask(self, agent: str | None) -> Ask:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options are for streams: set stream, too", param="stream_options")
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         sampling = Sampling(
@@ -170,9 +182,22 @@ async def collect(generation: Generation, request: Request) -> str:
         await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
             reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+            raise InvalidRequest("the client has gone")  # nobody reads this
         return await reading
     finally:
         leaving.cancel()
+
+
+def asker(header: str | None, field: str | None) -> str | None:
+    """Who asks: the header X-Agent-ID, else the field; UTF-8 in a header arrives as Latin-1."""
+    if header is not None:
+        with suppress(UnicodeError):
+            header = header.encode("latin-1").decode()
+        if field not in (None, header):
+            raise InvalidRequest("X-Agent-ID and agent_id differ: give one", param="agent_id")
+    return field if header is None else header
 
 
 def router(generator: Generator, model: str) -> APIRouter:
@@ -196,7 +221,7 @@ def router(generator: Generator, model: str) -> APIRouter:
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request, x_agent_id: str | None = Header(None)) -> JSONResponse | StreamingResponse:
         check_model(body.model)
-        agent = check_agent_id(x_agent_id if x_agent_id is not None else body.agent_id)
+        agent = check_agent_id(asker(x_agent_id, body.agent_id))
         generation = await generator.start(body.ask(agent))
         answer = Answer(generation, model, agent)
         if not body.stream:

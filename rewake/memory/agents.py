@@ -22,13 +22,14 @@ from rewake.memory.writer import Forget, SavePage, SaveTurn, Writer
 from rewake.quant import PAGE_TOKENS, PageLayout
 from rewake.request import Match, MatchKind, Request
 from rewake.sequence import Sequence
-from rewake.store.base import BranchRecord, Commit, Store, StoredFile
+from rewake.store.base import BranchRecord, Commit, PageRecord, Store, StoredFile
 
 __all__ = ["AgentMemory", "AgentSummary", "Trace"]
 
 log = logging.getLogger(__name__)
 
 DIFFERENCE_TOKENS = 8  # how much of a first difference is reported
+Forgotten = Callable[[Exception | None], None]
 Trace = Callable[..., None]  # told of each change of a page's name or content; see rewake.replay
 
 
@@ -65,23 +66,35 @@ class AgentMemory:
         """Build the tree from the manifest; no page is read."""
         snapshot = store.load()
         pages: dict[tuple[str, bytes], Page] = {}
+        lost: list[PageRecord] = []
         for p in snapshot.pages:
             parent = pages.get((p.namespace, p.parent)) if p.parent else self.tree.root(p.namespace)
             if parent is None:
-                log.warning("page %s has lost its parent: not used", p.key.hex())
+                lost.append(p)
                 continue
             page = Page(p.key, parent, array(TOKEN, p.tokens), p.file)
             parent.children[p.key] = pages[p.namespace, p.key] = page
         for b in snapshot.branches:
             parent = pages.get((b.namespace, b.parent)) if b.parent else self.tree.root(b.namespace)
             if parent is None:
-                log.warning("a branch of agent %r has lost its pages: not used", b.agent)
+                log.warning("a branch of agent %r has lost its pages: forgotten", b.agent)
+                self._forget(Commit(gone_branches=(b.id,)), tuple(s.name for s in b.segments))
                 continue
             branch = Branch(
                 b.id, b.namespace, b.agent, parent, array(TOKEN, b.tokens), segments=list(b.segments), created=b.created, used=b.used
             )
             branch.num_rows = branch.saved_rows
             self.tree.add_branch(branch)
+        self._forget_unfinished(list(pages.values()), lost)
+
+    def _forget_unfinished(self, pages: list[Page], lost: list[PageRecord]) -> None:
+        """Forget pages of turns a crash has cut off: no agent owns them, so nobody could ever forget them by name."""
+        gone = [p.key for p in lost]
+        files = [p.file.name for p in lost]
+        for page in reversed(pages):
+            self._prune(page, gone, files)
+        if gone:
+            self._forget(Commit(gone_pages=tuple(gone)), tuple(files))
 
     # ---- a sequence's life
 
@@ -125,6 +138,8 @@ class AgentMemory:
         has_page = branch in needed
         sequence = Sequence(request, match, branch, list(prefix.pages), list(request.prompt), 0, num_pages - len(prefix.pages) - has_page)
         self.open_sequences.append(sequence)
+        if not has_page:
+            self.residency.hold(branch)
         for resident in needed:
             self.residency.hold(resident)
         self._load(sequence, needed, source, prefix, ready)
@@ -183,6 +198,8 @@ class AgentMemory:
     def _abandon(self, sequence: Sequence, needed: list[Page | Branch]) -> None:
         sequence.branch.running = False
         self.open_sequences.remove(sequence)
+        if sequence.branch not in needed:
+            self.residency.release(sequence.branch)
         for resident in reversed(needed):
             self.residency.release(resident)
 
@@ -191,8 +208,6 @@ class AgentMemory:
         branch = sequence.branch
         if branch not in branch.parent.branches:
             self.tree.add_branch(branch)
-        if branch.refs == 0:
-            self.residency.hold(branch)
         if source is not None:
             self.grow(sequence, sequence.page_start + prefix.rows)
             assert branch.slot is not None
@@ -233,8 +248,8 @@ class AgentMemory:
             page.slot = slot
             self.trace("settle", name, page.key.hex())
         else:
-            self._intern(page, slot)
-            self.trace("intern", name, page.key.hex())
+            kept = self._intern(page, slot)
+            self.trace("intern" if kept else "settle", name, page.key.hex())
         self.residency.hold(page)
         sequence.pages.append(page)
         sequence.replaced += branch.segments
@@ -243,11 +258,14 @@ class AgentMemory:
         self.tree.move_branch(branch, page)
         self._save_page(branch.namespace, page)
 
-    def _intern(self, page: Page, slot: int) -> None:
-        """Use the page that is there instead of the equal one in `slot`, so that hot and restored agents attend to the same bytes."""
+    def _intern(self, page: Page, slot: int) -> bool:
+        """Use the page that is there instead of the equal one in `slot`, so that hot and restored agents attend to the same bytes.
+
+        False if its file turned out to be damaged: then it is the one in `slot`.
+        """
         if page.slot is not None:
             self.residency.pool.give(slot)
-            return
+            return True
         stored = np.empty(self.layout.page_bytes, np.uint8)
         try:
             self.residency.read(page, stored)
@@ -256,6 +274,7 @@ class AgentMemory:
             log.warning("%s: replaced by what was just computed", error)
             page.file = None
         page.slot = slot
+        return page.file is not None
 
     def close(self, sequence: Sequence, closed: Callable[[bool], None]) -> None:
         """The answer is complete: remember it. `closed` is told whether it is on disk, once that is known."""
@@ -263,7 +282,7 @@ class AgentMemory:
         # an answer's last token was sampled, but never computed on; a prompt that was cancelled is known as far as it was computed
         end = len(sequence.tokens) if sequence.num_pending == 1 else sequence.num_stored
         branch.tokens = to_tokens(sequence.tokens[sequence.page_start : end])
-        branch.running, branch.used = False, time.time()
+        branch.used = time.time()
         self.open_sequences.remove(sequence)
         for slot in sequence.spare_slots:
             self.residency.pool.give(slot)
@@ -288,12 +307,14 @@ class AgentMemory:
                 page.file = job.file
             self.residency.release(page)
 
-        job = SavePage(page.key, page.parent.key, namespace, page.tokens.tobytes(), self.residency.bytes_of(page.slot), done)
+        data = self.residency.bytes_of(page.slot)
+        job = SavePage(page.key, page.parent.key, len(page.path()), namespace, page.tokens.tobytes(), data, done)
         self.writer.submit(job)
 
     def _save_turn(self, sequence: Sequence, closed: Callable[[bool], None]) -> None:
         branch = sequence.branch
         if self.writer is None:
+            branch.running = False
             self._forget_repeats(branch)
             closed(False)
             return
@@ -303,6 +324,7 @@ class AgentMemory:
         self.residency.hold(branch)
 
         def done(error: Exception | None) -> None:
+            branch.running = False
             if error is None and branch.parent.key == job.branch.parent:
                 branch.segments = list(job.segments)
                 self._forget_repeats(branch)
@@ -325,6 +347,8 @@ class AgentMemory:
             if resident.saved_rows < resident.num_rows:
                 resident.tokens = resident.tokens[: resident.saved_rows]
                 resident.num_rows = resident.saved_rows
+            if is_nothing(resident):
+                self._forget_branches([resident])
         elif resident.file is None:
             self._cut(resident)
 
@@ -363,6 +387,8 @@ class AgentMemory:
             self.tree.remove_page(below)
             below.forgotten = True
             self._drop_slot(below)
+        if self.writer is None:
+            self._forget_branches([b for b in page.parent.branches if is_nothing(b)])
         return Commit(branches=tuple(cut), gone_pages=tuple(gone)), tuple(files)
 
     def _drop_slot(self, resident: Page | Branch) -> None:
@@ -370,15 +396,18 @@ class AgentMemory:
             self.residency.drop(resident)
 
     def _forget(
-        self, commit: Commit, files: tuple[str, ...], damaged: tuple[StoredFile, ...] = (), done: Callable[[], None] = lambda: None
+        self, commit: Commit, files: tuple[str, ...], damaged: tuple[StoredFile, ...] = (), done: Forgotten = lambda _: None
     ) -> None:
         if self.writer is None:
-            done()
+            done(None)
         else:
-            self.writer.submit(Forget(commit, files, lambda _: done(), damaged))
+            self.writer.submit(Forget(commit, files, done, damaged))
 
-    def forget(self, namespace: str, agent: str, done: Callable[[], None]) -> None:
-        """Forget an agent: its branches, and every page no other branch needs. Raises NotFound or Conflict."""
+    def forget(self, namespace: str, agent: str, done: Forgotten) -> None:
+        """Forget an agent: its branches, and every page no other branch needs. Raises NotFound or Conflict.
+
+        `done` is called when it is gone from the disk, too; with the error if it is not.
+        """
         branches = self.tree.branches_of(namespace, agent)
         if not branches:
             raise NotFound(f"no agent {agent!r} is remembered", param="agent")
@@ -386,7 +415,7 @@ class AgentMemory:
             raise Conflict(f"agent {agent!r} is at work", param="agent")
         self._forget_branches(branches, done)
 
-    def _forget_branches(self, branches: list[Branch], done: Callable[[], None] = lambda: None) -> None:
+    def _forget_branches(self, branches: list[Branch], done: Forgotten = lambda _: None) -> None:
         gone: list[bytes] = []
         files: list[str] = []
         for branch in branches:
@@ -403,7 +432,7 @@ class AgentMemory:
 
     def _prune(self, page: Page, gone: list[bytes], files: list[str]) -> None:
         """Remove `page` and its ancestors as long as nothing hangs from them and nobody holds them."""
-        while page.parent is not None and not page.children and not page.branches and not page.refs:
+        while page.parent is not None and not (page.children or page.branches or page.refs or page.forgotten):
             parent = page.parent
             gone.append(page.key)
             files += [f.name for f in page.files]
@@ -461,6 +490,11 @@ class AgentMemory:
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
+
+
+def is_nothing(branch: Branch) -> bool:
+    """Whether a branch holds no row of its own, and no page either."""
+    return branch.num_rows == 0 and branch.parent.parent is None and not branch.running and not branch.refs
 
 
 def repeats(older: Branch, newer: Branch) -> bool:

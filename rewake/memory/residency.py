@@ -100,6 +100,9 @@ class Residency:
             self.read(resident, self.bytes_of(slot))
         except CorruptFile as corrupt:
             error = corrupt
+        except Exception as other:  # the edge of the thread: somebody waits for this page
+            log.exception("a page could not be read")
+            error = CorruptFile(str(other))
         self.post(lambda: self._finish_load(resident, slot, error))
 
     def read(self, resident: Page | Branch, target: Arena) -> None:

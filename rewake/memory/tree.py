@@ -100,7 +100,8 @@ class Branch(Resident):
     """One transcript, ending in a page that is not full: `tokens` are those behind `parent`.
 
     The first `num_rows` of them have K/V. A last one may not: it was sampled, but never computed on.
-    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it.
+    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it, or that
+    the turn it has appended is still being saved: nobody else may go on with it.
     """
 
     id: str

@@ -45,6 +45,7 @@ class SavePage:
 
     key: bytes
     parent: bytes
+    depth: int
     namespace: str
     tokens: bytes
     data: Arena
@@ -55,7 +56,7 @@ class SavePage:
         name = f"pages/{self.key.hex()[:2]}/{self.key.hex()}.safetensors"
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
         self.file = store.write(name, self.data.data, 0, PAGE_TOKENS, about)
-        return Commit(pages=(PageRecord(self.key, self.parent, self.namespace, self.tokens, self.file),))
+        return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.file),))
 
     def obsolete(self) -> tuple[str, ...]:
         return ()
@@ -157,18 +158,29 @@ class Writer:
         failed: Exception | None = None
         try:
             self.store.commit(merge([commit for _, commit, _ in written if commit is not None]))
-            self.store.remove([name for job, commit, _ in written if commit is not None for name in job.obsolete()])
         except Exception as caught:  # the edge of the thread: whatever it was, the jobs failed
             log.exception("memories could not be committed")
             failed = caught
         for job, _, error in written:
+            if error is None and failed is None:
+                self._remove(job.obsolete())
             self._report(job, error or failed)
+
+    def _remove(self, names: tuple[str, ...]) -> None:
+        """What cannot be removed is no longer in the manifest; the next start removes it."""
+        try:
+            self.store.remove(names)
+        except OSError as error:
+            log.warning("a file that is no longer needed could not be removed: %s", error)
 
     def _write(self, job: Job) -> tuple[Commit | None, Exception | None]:
         try:
             if isinstance(job, SaveTurn) and not job.ancestors.isdisjoint(self._unsaved_pages):
                 raise OSError("a page before it could not be saved")
-            return job.write(self.store), None
+            commit = job.write(self.store)
+            if isinstance(job, SavePage):
+                self._unsaved_pages.discard(job.key)
+            return commit, None
         except Exception as error:  # noqa: BLE001 (as above)
             log.error("a memory could not be saved: %s", error)
             if isinstance(job, SavePage):
@@ -176,8 +188,8 @@ class Writer:
             return None, error
 
     def _report(self, job: Job, error: Exception | None) -> None:
-        if isinstance(job, SavePage):
-            (self._unsaved_pages.discard if error is None else self._unsaved_pages.add)(job.key)
+        if isinstance(job, SavePage) and error is not None:
+            self._unsaved_pages.add(job.key)
         self.post(lambda: job.done(error))
 
 

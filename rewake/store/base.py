@@ -26,10 +26,11 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class PageRecord:
-    """A full page: `tokens` are int32, little-endian."""
+    """A full page: `tokens` are int32, little-endian; `depth` is 1 for the first page of a transcript."""
 
     key: bytes
     parent: bytes
+    depth: int
     namespace: str
     tokens: bytes
     file: StoredFile
@@ -68,7 +69,7 @@ class Snapshot:
 
 
 class Store(Protocol):
-    """Where memories survive the process. `write` and `commit` are durable when they return."""
+    """Where memories survive the process. What was written is durable once it is committed."""
 
     def load(self) -> Snapshot: ...
 

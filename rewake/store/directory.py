@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 from filelock import FileLock, Timeout
 
-from rewake.errors import CorruptFile, DirectoryLocked
+from rewake.errors import CorruptFile, DirectoryLocked, StoreError
 from rewake.quant import PageLayout
 from rewake.store.base import Commit, Snapshot, StoredFile
 from rewake.store.index import Index
@@ -54,15 +54,17 @@ class Directory:
     """The store on a file system, for the pages of one signature. Owned by one process at a time."""
 
     def __init__(self, path: Path, signature: bytes, layout: PageLayout) -> None:
-        """Create or open `path`. Raises DirectoryLocked if another process has it open."""
+        """Create or open `path`. Raises DirectoryLocked if another process has it open, StoreError if it cannot be used."""
         self.path = path
         self.layout = layout
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = FileLock(path / "lock", mode=0o600)
         try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = FileLock(path / "lock", mode=0o600)
             self._lock.acquire(timeout=0)
         except Timeout:
             raise DirectoryLocked(f"{path} is in use by another rewake process: stop it, or choose another --data") from None
+        except OSError as error:
+            raise StoreError(f"{path} cannot be used as a directory of memories ({error.strerror}): choose another --data") from error
         self._index = Index(path / "manifest.sqlite", signature)
         self._written_in: set[Path] = set()
 
@@ -73,21 +75,28 @@ class Directory:
 
     def write(self, name: str, data: memoryview, first: int, rows: int, about: Mapping[str, str]) -> StoredFile:
         target = self.path / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._written_in |= {target.parent.parent, self.path}
         header = file_header(self.layout.with_rows(rows), about)
         temporary = target.with_suffix(".tmp")
-        with open(os.open(temporary, CREATE, 0o600), "wb", buffering=0) as file:
-            write_all(file.fileno(), header)
-            write_all(file.fileno(), data)
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with open(os.open(temporary, CREATE, 0o600), "wb", buffering=0) as file:
+                write_all(file.fileno(), header)
+                write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # it may be the disk that is full
+            raise
         self._written_in.add(target.parent)
         return StoredFile(name, first, rows, len(header), len(data), checksum(data))
 
     def commit(self, commit: Commit) -> None:
-        for folder in self._written_in:
+        folders, self._written_in = self._written_in, set()
+        for folder in folders:
             fsync_folder(folder)
-        self._written_in.clear()
+        self._index.check_in_place()
         self._index.commit(commit)
 
     def read(self, file: StoredFile, into: memoryview) -> None:
@@ -106,8 +115,8 @@ class Directory:
 
     def quarantine(self, file: StoredFile) -> None:
         target = self.path / "quarantine" / Path(file.name).name
-        target.parent.mkdir(mode=0o700, exist_ok=True)
         try:
+            target.parent.mkdir(mode=0o700, exist_ok=True)
             os.replace(self.path / file.name, target)
         except OSError as error:
             log.warning("cannot quarantine %s: %s", file.name, error.strerror)
@@ -128,7 +137,7 @@ class Directory:
                 name = path.relative_to(self.path).as_posix()
                 if name in known:
                     continue
-                if path.suffix == ".tmp" or (path.suffix == ".safetensors" and not self._index.is_new):
+                if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._index.is_new:
                     path.unlink()
                 else:
                     log.warning("%s is in no manifest: left alone, and not used", path)

@@ -39,6 +39,7 @@ class Index:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             os.chmod(path, 0o600)
+            self._path, self._inode = path, os.stat(path).st_ino
             # FULL: what was committed survives a power cut. WAL: one fsync a commit.
             self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -50,11 +51,27 @@ class Index:
         if version > VERSION:
             raise StoreError(f"{path} was written by a newer version of rewake (format {version}, we know {VERSION})")
 
+    def check_in_place(self) -> None:
+        """Raise StoreError if the manifest's file was removed or replaced: nothing committed to it would be found again."""
+        try:
+            same = os.stat(self._path).st_ino == self._inode
+        except OSError:
+            same = False
+        if not same:
+            raise StoreError(f"{self._path} is gone: memories are not saved until rewake is started again")
+
     def load(self) -> Snapshot:
+        """All of it. Raises StoreError if it cannot be read."""
+        try:
+            return self._load()
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{self._path} is damaged ({error}): move the directory away to start anew") from error
+
+    def _load(self) -> Snapshot:
         pages = tuple(
-            PageRecord(key, parent, namespace, tokens, StoredFile(*file))
-            for key, parent, namespace, tokens, *file in self._db.execute(
-                f"SELECT key, parent, namespace, tokens, {FILE} FROM pages WHERE signature = ? ORDER BY depth",
+            PageRecord(key, parent, depth, namespace, tokens, StoredFile(*file))
+            for key, parent, depth, namespace, tokens, *file in self._db.execute(
+                f"SELECT key, parent, depth, namespace, tokens, {FILE} FROM pages WHERE signature = ? ORDER BY depth",
                 (self.signature,),
             )
         )
@@ -79,18 +96,17 @@ class Index:
             cursor.execute("BEGIN IMMEDIATE")
             try:
                 self._apply(cursor, commit)
+                cursor.execute("COMMIT")
             except BaseException:
-                cursor.execute("ROLLBACK")
+                if self._db.in_transaction:
+                    cursor.execute("ROLLBACK")
                 raise
-            cursor.execute("COMMIT")
 
     def _apply(self, cursor: sqlite3.Cursor, commit: Commit) -> None:
         for page in commit.pages:
-            found = cursor.execute("SELECT depth FROM pages WHERE signature = ? AND key = ?", (self.signature, page.parent)).fetchone()
-            depth = 1 + (found[0] if found else 0)
             cursor.execute(
                 "INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (self.signature, page.key, page.parent, page.namespace, depth, page.tokens, *file_columns(page.file)),
+                (self.signature, page.key, page.parent, page.namespace, page.depth, page.tokens, *file_columns(page.file)),
             )
         for branch in commit.branches:
             cursor.execute(

@@ -16,6 +16,7 @@ from rewake.text.tokenizer import Segment, Tokenizer
 __all__ = ["Transcripts"]
 
 MOST_AGENTS = 256  # others are asked for again: see `knows`
+MOST_TOKENS = 500_000  # of one agent (or of all who do not say who they are), before its old segments are let go
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Node:
     """What was seen behind the same segments: text to (ids, what follows)."""
 
     next: dict[str, tuple[tuple[int, ...], Node]] = field(default_factory=dict)
+    num_tokens: int = 0  # at a root: in all segments below
 
 
 class Transcripts:
@@ -38,8 +40,14 @@ class Transcripts:
     def learn(self, namespace: str, agent: str | None, transcripts: Iterable[Sequence[int]]) -> None:
         """Remember the segments of whole transcripts, given as ids."""
         for ids in transcripts:
-            self._add(self._root(namespace, agent), self._segments(ids))
+            root = self._root(namespace, agent)
+            root.num_tokens += self._add(root, self._segments(ids))
+            if root.num_tokens > MOST_TOKENS:
+                self.forget(namespace, agent)
         self._root(namespace, agent)
+
+    def forget(self, namespace: str, agent: str | None) -> None:
+        self._roots.pop((namespace, agent), None)
 
     def encode(self, namespace: str, agent: str | None, text: str) -> list[int]:
         """The ids of `text`: stored ones as far as it is known, fresh ones from there."""
@@ -64,9 +72,13 @@ class Transcripts:
             self._roots.popitem(last=False)
         return root
 
-    def _add(self, node: Node, segments: Iterable[Segment]) -> None:
+    def _add(self, node: Node, segments: Iterable[Segment]) -> int:
+        """How many tokens are new."""
+        added = 0
         for text, ids in segments:
+            added += 0 if text in node.next else len(ids)
             _, node = node.next.setdefault(text, (ids, Node()))
+        return added
 
     def _segments(self, ids: Sequence[int]) -> Iterable[Segment]:
         special = self.tokenizer.special_ids

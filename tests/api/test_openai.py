@@ -84,6 +84,21 @@ def test_content_parts_developer_role_and_null_options(client: openai.OpenAI) ->
     assert answer.choices[0].message.content
 
 
+def test_an_answer_can_be_sent_back_as_the_client_hands_it_out(client: openai.OpenAI) -> None:
+    """A9: with its nulls."""
+    first = ask(client, extra_body={"agent_id": "sender"}).choices[0].message
+    history = [*HELLO, first, {"role": "user", "content": "Once more."}]
+    assert ask(client, history, presence_penalty=0.0, extra_body={"agent_id": "sender"}).rewake["match"] == "extend"
+
+
+def test_ids_in_headers_are_utf8_and_do_not_contradict_the_body(server: ServerProcess) -> None:
+    body = {"model": DEFAULT_MODEL, "messages": HELLO, "max_tokens": 1}
+    answer = server.http.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "zoë".encode()})
+    assert answer.json()["rewake"]["agent"] == "zoë"
+    both = server.http.post("/v1/chat/completions", json={**body, "agent_id": "a"}, headers={"X-Agent-ID": "b"})
+    assert both.status_code == 400 and both.json()["error"]["param"] == "agent_id"
+
+
 def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
     answers = {ask(client, temperature=1.5, seed=11, max_tokens=12).choices[0].message.content for _ in range(2)}
     others = {ask(client, temperature=1.5, seed=s, max_tokens=12).choices[0].message.content for s in range(3)}
@@ -105,13 +120,18 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
         ({"surprise": 1}, "surprise"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"agent_id": ""}, "agent_id"),
+        ({"agent_id": ".."}, "agent_id"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages"),
         ({"agent_id": "a\0b"}, "agent_id"),
         ({"agent_id": "x" * 10_000}, "agent_id"),
     ],
 )
 def test_what_is_not_obeyed_is_refused_by_name(server: ServerProcess, change: dict[str, Any], param: str) -> None:
     body = {"model": DEFAULT_MODEL, "messages": HELLO, **change}
-    response = server.http.post("/v1/chat/completions", json=body)
+    response = server.http.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"].startswith(param.split(".")[0]) and error["message"]
@@ -134,7 +154,7 @@ def test_too_long_is_said_before_any_work(client: openai.OpenAI) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("agent", ["a/b", "..", "../../etc/passwd", "CON", "a b", "\N{PARTY POPPER}", "." * 200, "x'; DROP TABLE pages;--"])
+@pytest.mark.parametrize("agent", ["a/b", "../../etc/passwd", "CON", "a b", "\N{PARTY POPPER}", "." * 200, "x'; DROP TABLE pages;--"])
 def test_strange_agent_ids_are_stored_safely(server: ServerProcess, agent: str) -> None:
     """A10: an id is never a path."""
     before = {p for p in server.data.parent.rglob("*") if p.parent == server.data.parent}

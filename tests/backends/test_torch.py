@@ -115,6 +115,13 @@ def test_sampling_obeys_its_bounds() -> None:
     assert drawn == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=5e-324), Sampling(top_p=1e-50), Sampling(temperature=1e-5, top_p=1e-46, top_k=3)]
+)
+def test_extreme_values_pick_the_best_token(sampling: Sampling) -> None:
+    assert Sampler().sample(torch.tensor([0.0, 30.0, -30.0]), sampling, "a") == 1
+
+
 def test_a_sequence_draws_from_its_own_stream() -> None:
     logits = torch.zeros(1000)
     sampling = Sampling(seed=5)

@@ -104,8 +104,8 @@ def bytearray_of(size: int) -> memoryview:
 def test_only_what_was_committed_is_remembered(tmp_path: Path) -> None:
     store = directory(tmp_path)
     file, orphan = write(store), write(store, "pages/cd/y.safetensors")
-    page = PageRecord(b"k", b"", "ns", b"tokens", file)
-    child = PageRecord(b"a", b"k", "ns", b"tokens", StoredFile("pages/a", 0, 256, 4096, 10, b"sum"))
+    page = PageRecord(b"k", b"", 1, "ns", b"tokens", file)
+    child = PageRecord(b"a", b"k", 2, "ns", b"tokens", StoredFile("pages/a", 0, 256, 4096, 10, b"sum"))
     branch = BranchRecord("b1", "ns", "agent", b"k", b"more", (StoredFile("segments/s", 0, 5, 4096, 10, b"sum"),), 1.0, 2.0)
     store.commit(Commit(pages=(page, child), branches=(branch,)))
     store.close()
@@ -123,7 +123,7 @@ def test_only_what_was_committed_is_remembered(tmp_path: Path) -> None:
 def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path) -> None:
     store = directory(tmp_path)
     file = write(store)
-    store.commit(Commit(pages=(PageRecord(b"k", b"", "ns", b"t", file),)))
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
     store.close()
     other = directory(tmp_path, b"other")
     assert other.load().pages == ()
@@ -134,7 +134,7 @@ def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path) -> N
 def test_a_lost_manifest_loses_no_files(tmp_path: Path) -> None:
     store = directory(tmp_path)
     file = write(store)
-    store.commit(Commit(pages=(PageRecord(b"k", b"", "ns", b"t", file),)))
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
     store.close()
     for path in tmp_path.glob("manifest.sqlite*"):
         path.unlink()
@@ -179,6 +179,13 @@ def test_newer_and_damaged_manifests_are_refused_with_advice(tmp_path: Path) -> 
     (tmp_path / "b/manifest.sqlite").write_bytes(b"not a database, surely" * 100)
     with pytest.raises(StoreError, match="move the directory away"):
         directory(tmp_path / "b")
+
+
+def test_what_cannot_be_a_directory_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="choose another --data"):
+            directory(path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are a POSIX matter")

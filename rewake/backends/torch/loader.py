@@ -44,9 +44,11 @@ def load_model(path: Path, threads: int = 0) -> LoadedModel:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} holds no model that transformers can load: {error}") from error
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
     spec = ModelCacheSpec.from_config(config.get_text_config().to_dict())
     dtype, why = working_dtype()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
     content = {k: v for k, v in config.to_dict().items() if k not in NOT_CONTENT}
     return LoadedModel(model, spec, dtype, why, {"weights": weights_digest(path), "dtype": str(dtype), "config": content})
 

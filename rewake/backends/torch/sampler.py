@@ -10,6 +10,10 @@ from rewake.request import Sampling
 __all__ = ["Sampler"]
 
 
+COLDEST = 1e-5  # below, the best token is all there is, and quotients overflow
+LEAST_TOP_P = 1e-9  # the best token is always in
+
+
 class Sampler:
     """The random streams of all running sequences, by name."""
 
@@ -18,7 +22,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, sampling: Sampling, stream: str) -> int:
         """One token from float32 logits [vocab]. Order: temperature, top-k, top-p (nucleus, arXiv 1904.09751)."""
-        if sampling.temperature == 0:
+        if sampling.temperature < COLDEST:
             return int(logits.argmax())
         scores, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
         if sampling.top_k:
@@ -26,7 +30,7 @@ class Sampler:
         probabilities = scores.softmax(-1)
         if sampling.top_p < 1:
             before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities.where(before < sampling.top_p, 0)
+            probabilities = probabilities.where(before < max(sampling.top_p, LEAST_TOP_P), 0)
         drawn = torch.multinomial(probabilities, 1, generator=self._stream(stream, sampling.seed))
         return int(tokens[drawn])
 
