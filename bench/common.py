@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number that must be reached: at least `limit`, or at most, if `most`."""
+    """A number that must be reached: at least `limit`, or at most, if `most`. NaN was not measured, and is missed."""
 
     group: str
     name: str
@@ -77,7 +78,10 @@ def finish(name: str, rows: Sequence[dict[str, Any]], bars: Sequence[Bar], args:
         "machine": machine(),
         "commit": commit(),
         "rows": list(rows),
-        "bars": [{**{k: v for k, v in asdict(b).items() if k != "most"}, "ok": b.ok} for b in bars],
+        "bars": [
+            {"group": b.group, "name": b.name, "value": None if math.isnan(b.value) else b.value, "limit": b.limit, "ok": b.ok}
+            for b in bars
+        ],
     }
     line = json.dumps(result)
     if args.json:
