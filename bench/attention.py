@@ -32,7 +32,6 @@ LAYERS, KV_HEADS, SHARE, DIM = 30, 3, 3, 64
 LIMITS = {  # group "kernels"; milliseconds over all layers, two threads, best instruction set
     "decode 4096 q4, ms a token": 3.0,
     "decode 64 -> 7000 q4, ms added": 6.0,
-    "16 rows at 4096 q4, ms": 15.0,
 }
 
 
@@ -171,7 +170,6 @@ def bars_of(rows: list[dict[str, object]], isa: str) -> list[Bar]:
     values = (
         ms["decode 4096", "q4"],
         ms["decode 7000", "q4"] - ms["decode 64", "q4"],
-        ms["16 rows at 4096", "q4"],
     )
     return [Bar("kernels", name, value, limit, most=True) for (name, limit), value in zip(LIMITS.items(), values, strict=True)]
 
