@@ -211,6 +211,15 @@ def test_the_command_line_talks_to_it(server: ServerProcess) -> None:
     assert "needs the agent's name" in rewake("agents", "show").stderr
 
 
+def test_the_readmes_example_runs(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0].replace(":8000", f":{server.port}")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["client"].close()
+    assert "'agent': 'ada'" in capsys.readouterr().out
+
+
 def test_files_have_no_paths_from_ids(server: ServerProcess) -> None:
     allowed = {"manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm", "lock", "pages", "segments", "quarantine"}
     assert {p.name for p in Path(server.data).iterdir()} <= allowed
