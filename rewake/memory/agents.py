@@ -248,6 +248,7 @@ class AgentMemory:
             page.slot = slot
             self.trace("settle", name, page.key.hex())
         else:
+            assert page.tokens == tokens, "two texts have one key"
             kept = self._intern(page, slot)
             self.trace("intern" if kept else "settle", name, page.key.hex())
         self.residency.hold(page)
