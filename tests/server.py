@@ -30,6 +30,7 @@ class ServerProcess:
     def __init__(self, data: Path, *flags: str) -> None:
         self.data = data
         self.flags = flags
+        self.http = httpx.Client()
         self.start()
 
     def start(self) -> None:
@@ -39,6 +40,7 @@ class ServerProcess:
         self.log = self.data.with_suffix(".log")
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.http.close()  # of the process before
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
         for _ in range(600):
             if self.process.poll() is not None:
@@ -53,12 +55,10 @@ class ServerProcess:
     def stop(self, how: int = signal.SIGTERM) -> None:
         self.process.send_signal(how)
         self.process.wait(30)
-        self.http.close()
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
-        self.http.close()
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -66,6 +66,7 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.stop()
+        self.http.close()
 
     def chat(self, agent: str, messages: list[dict[str, str]], **fields: Any) -> tuple[str, dict[str, Any]]:
         """The whole answer and its `rewake` object (with `completion_tokens`), over a stream that is left behind its last chunk."""
