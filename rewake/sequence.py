@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from rewake.memory.tree import Branch, Page
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Match, Request
-from rewake.store.base import StoredFile
 
 __all__ = ["Sequence"]
 
@@ -28,7 +27,6 @@ class Sequence:
     num_stored: int
     num_reserved: int
     spare_slots: list[int] = field(default_factory=list)
-    replaced: list[StoredFile] = field(default_factory=list)
     num_generated: int = 0
     cancelled: bool = False
 

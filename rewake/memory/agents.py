@@ -17,7 +17,7 @@ import numpy as np
 
 from rewake.errors import Conflict, ContextLengthExceeded, CorruptFile, NotFound
 from rewake.memory.residency import Arena, Post, Residency
-from rewake.memory.tree import TOKEN, Branch, Page, Prefix, PrefixTree, to_tokens
+from rewake.memory.tree import TOKEN, Branch, Page, Prefix, PrefixTree, SavedTurn, to_tokens
 from rewake.memory.writer import Forget, SavePage, SaveTurn, Writer
 from rewake.quant import PAGE_TOKENS, PageLayout
 from rewake.request import Match, MatchKind, Request
@@ -84,6 +84,7 @@ class AgentMemory:
                 b.id, b.namespace, b.agent, parent, array(TOKEN, b.tokens), segments=list(b.segments), created=b.created, used=b.used
             )
             branch.num_rows = branch.saved_rows
+            branch.note_saved()
             self.tree.add_branch(branch)
         self._forget_unfinished(list(pages.values()), lost)
 
@@ -253,7 +254,6 @@ class AgentMemory:
             self.trace("intern" if kept else "settle", name, page.key.hex())
         self.residency.hold(page)
         sequence.pages.append(page)
-        sequence.replaced += branch.segments
         branch.segments = []
         branch.slot = sequence.spare_slots.pop(0) if sequence.spare_slots else None
         self.tree.move_branch(branch, page)
@@ -328,6 +328,7 @@ class AgentMemory:
             branch.running = False
             if error is None and branch.parent.key == job.branch.parent:
                 branch.segments = list(job.segments)
+                branch.note_saved()
                 self._forget_repeats(branch)
             self.residency.release(branch)
             closed(error is None)
@@ -335,7 +336,7 @@ class AgentMemory:
         rows = self.residency.bytes_of(branch.slot) if branch.slot is not None else None
         ancestors = frozenset(p.key for p in sequence.pages)
         first, last = branch.saved_rows, branch.num_rows
-        job = SaveTurn(record_of(branch), ancestors, first, last, self.layout, rows, tuple(sequence.replaced), done)
+        job = SaveTurn(record_of(branch), ancestors, first, last, self.layout, rows, branch.obsolete_files(), done)
         self.writer.submit(job)
 
     # ---- leaving
@@ -362,7 +363,7 @@ class AgentMemory:
         if isinstance(resident, Page):
             commit, files = self._cut(resident)
         else:
-            resident.segments, resident.tokens, resident.num_rows = [], to_tokens(), 0
+            empty(resident)
             commit, files = Commit(branches=(record_of(resident),)), ()
         self._forget(commit, tuple(f for f in files if f not in {d.name for d in damaged}), damaged)
 
@@ -373,24 +374,34 @@ class AgentMemory:
         """
         assert page.parent is not None
         files: list[str] = []
-        gone: list[bytes] = []
         cut: list[BranchRecord] = []
-        for below in self.tree.subtree(page):
+        pages = self.tree.subtree(page)
+        for below in pages:
+            below.forgotten = True
+        for below in pages:
             for branch in list(below.branches):
-                files += [s.name for s in branch.segments]
+                if branch.saved is not None and not branch.saved.parent.forgotten:
+                    self._revert(branch, branch.saved)
+                    continue
+                files += [s.name for s in (*branch.segments, *branch.obsolete_files())]
                 self.tree.move_branch(branch, page.parent)
-                branch.segments, branch.tokens, branch.num_rows = [], to_tokens(), 0
+                empty(branch)
                 self._drop_slot(branch)
                 cut.append(record_of(branch))
             files += [f.name for f in below.files]
-            gone.append(below.key)
             self.trace("forget", below.key.hex())
             self.tree.remove_page(below)
-            below.forgotten = True
             self._drop_slot(below)
         if self.writer is None:
             self._forget_branches([b for b in page.parent.branches if is_nothing(b)])
-        return Commit(branches=tuple(cut), gone_pages=tuple(gone)), tuple(files)
+        return Commit(branches=tuple(cut), gone_pages=tuple(p.key for p in pages)), tuple(files)
+
+    def _revert(self, branch: Branch, saved: SavedTurn) -> None:
+        """What came after the last turn that was saved is lost; that turn is not."""
+        self.tree.move_branch(branch, saved.parent)
+        branch.tokens, branch.segments = saved.tokens, list(saved.segments)
+        branch.num_rows = branch.saved_rows
+        self._drop_slot(branch)
 
     def _drop_slot(self, resident: Page | Branch) -> None:
         if resident.slot is not None and resident.refs == 0:
@@ -420,7 +431,7 @@ class AgentMemory:
         gone: list[bytes] = []
         files: list[str] = []
         for branch in branches:
-            files += [s.name for s in branch.segments]
+            files += [s.name for s in (*branch.segments, *branch.obsolete_files())]
             self.tree.remove_branch(branch)
             branch.forgotten = True
             self._drop_slot(branch)
@@ -493,8 +504,14 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
+def empty(branch: Branch) -> None:
+    """Its rows are gone, in memory and, once that is committed, on disk."""
+    branch.segments, branch.tokens, branch.num_rows = [], to_tokens(), 0
+    branch.note_saved()
+
+
 def is_nothing(branch: Branch) -> bool:
-    """Whether a branch holds no row of its own, and no page either."""
+    """Whether a branch holds no row of its own, and no page either, here and on disk."""
     return branch.num_rows == 0 and branch.parent.parent is None and not branch.running and not branch.refs
 
 

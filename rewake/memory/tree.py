@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
 
-__all__ = ["Branch", "Page", "Prefix", "PrefixTree", "Resident", "common_length", "page_key", "to_tokens"]
+__all__ = ["Branch", "Page", "Prefix", "PrefixTree", "Resident", "SavedTurn", "common_length", "page_key", "to_tokens"]
 
 TOKEN = "i"  # array code: signed 32-bit
 OWN_BRANCH = 64  # tokens worth computing again to go on in place: about what copying a page costs
@@ -95,6 +95,15 @@ class Page(Resident):
         return [] if self.file is None else [self.file]
 
 
+@dataclass(frozen=True, eq=False)
+class SavedTurn:
+    """A branch as the manifest has it; an ancestor of what it is now."""
+
+    parent: Page
+    tokens: array[int]
+    segments: tuple[StoredFile, ...]
+
+
 @dataclass(eq=False)
 class Branch(Resident):
     """One transcript, ending in a page that is not full: `tokens` are those behind `parent`.
@@ -111,6 +120,7 @@ class Branch(Resident):
     tokens: array[int] = field(default_factory=to_tokens)
     num_rows: int = 0
     segments: list[StoredFile] = field(default_factory=list)
+    saved: SavedTurn | None = None
     running: bool = False
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
@@ -118,6 +128,14 @@ class Branch(Resident):
     @property
     def saved_rows(self) -> int:
         return sum(s.rows for s in self.segments)
+
+    def note_saved(self) -> None:
+        """The manifest has it as it is."""
+        self.saved = SavedTurn(self.parent, self.tokens, tuple(self.segments))
+
+    def obsolete_files(self) -> tuple[StoredFile, ...]:
+        """Segments the manifest names that are no longer part of it: its page has been filled since."""
+        return tuple(s for s in self.saved.segments if s not in self.segments) if self.saved else ()
 
     @property
     def stored_rows(self) -> int:
