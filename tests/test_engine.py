@@ -284,7 +284,7 @@ def test_a_turn_that_could_not_be_saved_does_not_take_the_one_before_with_it(tmp
     assert harness.ask(text, "a").result().saved
     with monkeypatch.context() as patched:
         patched.setattr(Directory, "write", failing)
-        assert not harness.ask([*text, *prompt(400, seed=1)], "a").result().saved
+        assert not harness.ask([*text, *expected_answer(text, 4), *prompt(400, seed=1)], "a").result().saved
     for seed in (2, 3):
         harness.ask(prompt(1200, seed=seed))  # evicts all of it
     assert harness.ask(text, "a").match.computed_tokens == 1
