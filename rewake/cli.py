@@ -22,6 +22,7 @@ from rewake.memory.pool import slot_bytes
 
 __all__ = ["main"]
 
+CHAT_TOKENS, CHAT_TEMPERATURE = 512, 0.2  # of an answer in `chat`: small models ramble, and more so when warm
 MODEL_FLAGS = ("model", "kv", "memory", "threads")
 
 
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     command("serve", serve, "serve the OpenAI protocol on this machine")
     command("pull", pull, "fetch a model, and convert it if need be", ("model",))
     chat_parser = command("chat", chat, "talk to an agent of a running server", ("host", "port"))
-    chat_parser.add_argument("--agent", required=True, metavar="NAME", help="who remembers this talk")
+    chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
     agents_parser = command("agents", agents, "list, show or forget agents of a running server", ("host", "port"))
     agents_parser.add_argument("action", choices=("ls", "show", "forget"))
     agents_parser.add_argument("agent", nargs="?", metavar="NAME")
@@ -195,7 +196,15 @@ def ask() -> str:
 def answer(server: Server, model: str, agent: str, messages: list[dict[str, str]]) -> str:
     """Print an answer as it comes, and how it was woken."""
     started, first, text = time.perf_counter(), None, ""
-    for event in server.stream({"model": model, "agent_id": agent, "messages": messages, "stream": True}):
+    body = {
+        "model": model,
+        "agent_id": agent,
+        "messages": messages,
+        "stream": True,
+        "max_tokens": CHAT_TOKENS,
+        "temperature": CHAT_TEMPERATURE,
+    }
+    for event in server.stream(body):
         for choice in event["choices"]:
             piece = choice["delta"].get("content") or ""
             if piece and first is None:

@@ -41,6 +41,9 @@ class TorchBackend:
         with torch.inference_mode():
             logits = self._logits(batch, kv, last_rows[wanted] if wanted else last_rows[:1])
         logits = logits[: len(wanted)].float()
+        if not torch.isfinite(logits).all():  # argmax over NaN gives a token, too: never a silent wrong answer
+            broken = [batch.rows[i].sampler for scores, i in zip(logits, wanted, strict=True) if not scores.isfinite().all()]
+            raise ArithmeticError(f"the logits of {', '.join(broken)} are not finite")
         tokens = []
         for scores, i in zip(logits, wanted, strict=True):
             row = batch.rows[i]
