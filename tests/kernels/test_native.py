@@ -258,3 +258,14 @@ def test_the_forced_instruction_set_is_the_one_that_runs(monkeypatch: pytest.Mon
 def test_bf16_rounding_matches_the_formats() -> None:
     x = torch.tensor([1.00390625, 1.01171875, -3.1415926, 1e-40])
     assert (f32_to_bf16(x.numpy()) == x.bfloat16().view(torch.uint16).numpy()).all()
+
+
+def test_logits_may_lie_far_apart(kernels: NativeKernels) -> None:
+    """Attention sinks do: weights below 2^-126 are 0, not NaN."""
+    for factor in (5.0, 20.0, 60.0, 300.0):
+        world = make(Shape(kv_heads=2, share=3, seqs=((700, 1), (300, 40)), mean=False, seed=int(factor)))
+        world.q *= factor
+        store_by_reference(world)
+        out = attend(world, kernels)
+        assert torch.isfinite(out).all()
+        assert error_of(world, out) < 10 * TOLERANCE

@@ -2,14 +2,13 @@
 
 // 2^x to 1e-4, for x from -2^22 to 127 and anything below. The integer part is added to the exponent; from -127 down the
 // result is exactly 0.
-inline VF exp2(VF x) {
-    const VF rounded = x + splat(ROUNDING), f = x - (rounded - splat(ROUNDING));
+inline VF exp2(VF x) {  // 0 below 2^-126: what lies there must neither wrap around nor count
+    const VF least = splat(-126), bounded = max(x, least);
+    const VF rounded = bounded + splat(ROUNDING), f = bounded - (rounded - splat(ROUNDING));
     VF p = fma(f, splat(EXP2[3]), splat(EXP2[2]));
     p = fma(f, p, splat(EXP2[1]));
     p = fma(f, p, splat(EXP2[0]));
-    // as integers, so that it is ordered for what is no small number any more; f is then 0
-    const VI power = max_int((VI)rounded, (VI)splat(ROUNDING - 127));
-    return (VF)((VI)p + (power << 23));
+    return (VF)(((VI)p + ((VI)rounded << 23)) & (VI)(x >= least));
 }
 
 template <int H> inline void butterfly_lanes(float* x, int n) {
