@@ -28,7 +28,6 @@ class Sequence:
     num_reserved: int
     spare_slots: list[int] = field(default_factory=list)
     num_generated: int = 0
-    cancelled: bool = False
 
     @property
     def next_position(self) -> int:
