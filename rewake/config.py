@@ -22,7 +22,8 @@ from rewake.quant import CODECS
 
 __all__ = ["Config", "add_flags", "load_config", "parse_bytes"]
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SIZES = ("memory", "disk")  # settings in bytes
 
 
 def setting(default: Any, help: str) -> Any:
@@ -36,6 +37,7 @@ class Config:
     model: str = setting(DEFAULT_MODEL, "folder, .gguf file, Hub repository, or a known name")
     data: Path = setting(user_data_path("rewake"), "directory of memories")
     memory: int = setting(4 * 2**30, "bytes for pages in memory, such as 4GiB")
+    disk: int = setting(32 * 2**30, "bytes for pages on disk; what is worth least is forgotten beyond that")
     kv: str = setting("q4", f"how K and V are kept: {', '.join(CODECS)}")
     context: int = setting(0, "longest prompt + answer in tokens (0: the model's)")
     max_running: int = setting(16, "requests computed together")
@@ -56,7 +58,7 @@ class Config:
             raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
         if not 0 < self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be 1 to 65535")
-        for name, least in (("memory", 1), ("max_running", 1), ("chunk", 1), ("context", 0), ("threads", 0)):
+        for name, least in (("memory", 1), ("disk", 1), ("max_running", 1), ("chunk", 1), ("context", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
 
@@ -83,7 +85,7 @@ def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = ()) -> No
 
 
 def show(name: str, value: Any) -> str:
-    return f"{value // 2**30}GiB" if name == "memory" else str(value)
+    return f"{value // 2**30}GiB" if name in SIZES else str(value)
 
 
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: Path | None = None) -> Config:
@@ -113,7 +115,7 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
 def convert(name: str, kind: str, value: Any, where: str) -> Any:
     """A setting's text (or TOML value) as its type."""
     try:
-        if name == "memory":
+        if name in SIZES:
             return parse_bytes(str(value))
         if kind == "bool":
             return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]

@@ -15,14 +15,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
 from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
-from rewake.memory.agents import AgentMemory, Trace
+from rewake.memory.ledger import Trace
+from rewake.memory.memory import AgentMemory
 from rewake.request import Done, Failed, FinishReason, Generated, Request
 from rewake.scheduler import Need, Part, plan
 from rewake.sequence import Sequence
@@ -134,7 +137,7 @@ class Engine:
         """As `begin_stop`, then wait until all is saved and the thread has ended."""
         self.begin_stop()
         self._thread.join()
-        self.memory.close_all()
+        self.memory.ledger.close()
         if self._store is not None:
             self._store.close()
 
@@ -166,24 +169,29 @@ class Engine:
         self._receive(wait)
         self._drop_cancelled()
         self._admit()
-        parts = plan([Need(s.next_position, s.num_pending) for s in self.running], self.chunk)
+        # tokens go on while the disk is behind; prompts, whose pages would have to wait for it, do not
+        chunk = 0 if self.memory.ledger.is_backed_up else self.chunk
+        parts = plan([Need(s.next_position, s.num_pending) for s in self.running], chunk)
         if not parts:
             return False
         batch = self._batch(parts)
+        started = time.perf_counter()
         try:
             output = self.backend.forward(batch)
         except Exception:
             log.exception("a step has failed: its requests are answered with an error")
             self._fail([self.running[part.index] for part in parts])
             return True
+        self.memory.note_computed(sum(p.num_tokens for p in parts), time.perf_counter() - started)
         self._step_trace(batch, output)
         self._append(parts, batch, output)
         return True
 
     def _receive(self, wait: bool) -> None:
-        """Run what was posted; sleep until there is something, if nothing else is left to do."""
-        if wait and not self.running:
-            self._inbox.get()()
+        """Run what was posted; sleep until there is something (or an agent expires), if nothing else is left to do."""
+        if wait:
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=self.memory.agents.expire())()
         while not self._inbox.empty():
             self._inbox.get()()
 
@@ -263,12 +271,13 @@ class Engine:
         """Rows a failed step may have written lie behind what is recorded: nobody attends to them."""
         for sequence in sequences:
             error = Failed(InternalError("the step that computed this request has failed: see the server's log"))
-            self._end(sequence, lambda _, error=error: error)  # type: ignore[misc]
+            self._end(sequence, lambda _, error=error: error, is_turn=False)  # type: ignore[misc]
 
     def _close(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._end(sequence, lambda saved: Done(reason, sequence.match, sequence.num_generated, saved))
+        is_turn = reason != "cancelled"
+        self._end(sequence, lambda saved: Done(reason, sequence.match, sequence.num_generated, saved), is_turn=is_turn)
 
-    def _end(self, sequence: Sequence, event: Callable[[bool], Done | Failed]) -> None:
+    def _end(self, sequence: Sequence, event: Callable[[bool], Done | Failed], *, is_turn: bool) -> None:
         """Remember what was computed; the event goes out when it is known whether that is saved."""
         self.running.remove(sequence)
         self.backend.forget_sampler(sequence.request.id)
@@ -278,4 +287,4 @@ class Engine:
             self.closing.remove(sequence.request)
             sequence.request.emit(event(saved))
 
-        self.memory.close(sequence, closed)
+        self.memory.close(sequence, closed, is_turn=is_turn)

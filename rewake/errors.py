@@ -5,6 +5,8 @@
     ├── ModelError              a model cannot be found, converted or represented
     ├── StoreError              the directory of memories cannot be used
     │   ├── DirectoryLocked     another process owns it
+    │   ├── DiskFull            the budget or the disk has no room: answered, not saved
+    │   ├── StoreLost           it was deleted while in use: begun anew
     │   └── CorruptFile         a page or segment is not what was written: recomputed, never attended to
     └── RequestError            answered over HTTP, see `status`
         ├── InvalidRequest      a field is malformed, unknown or unsupported
@@ -26,6 +28,7 @@ __all__ = [
     "ContextLengthExceeded",
     "CorruptFile",
     "DirectoryLocked",
+    "DiskFull",
     "InternalError",
     "InvalidRequest",
     "ModelError",
@@ -35,6 +38,7 @@ __all__ = [
     "RewakeError",
     "ShuttingDown",
     "StoreError",
+    "StoreLost",
 ]
 
 
@@ -56,6 +60,14 @@ class StoreError(RewakeError):
 
 class DirectoryLocked(StoreError):
     """Another process owns the directory."""
+
+
+class DiskFull(StoreError):
+    """What is to be written is more than the disk budget, or the free-space floor, allows."""
+
+
+class StoreLost(StoreError):
+    """The directory was deleted or replaced while in use; it has been begun anew."""
 
 
 class CorruptFile(StoreError):

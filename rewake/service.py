@@ -61,7 +61,7 @@ def open_service(config: Config) -> Service:
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
-    store: Store | None = Directory(config.data, sign, backend.layout) if config.persist else None
+    store: Store | None = Directory(config.data, sign, backend.layout, budget=config.disk) if config.persist else None
     backend.warm_up()
     recorder = Recorder(Path(config.record)) if config.record else None
     engine = Engine(

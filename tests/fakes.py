@@ -122,11 +122,13 @@ class EngineHarness:
         num_pages: int = 64,
         signature: bytes = SIGNATURE,
         max_running: int = 16,
+        always_load: bool = True,
         **engine: Any,
     ) -> None:
         self.data = data
         self.signature = signature
         self.num_pages = num_pages
+        self.always_load = always_load  # this backend computes faster than any disk reads
         self.options = {"max_running": max_running, **engine}
         self._next = 0
         self.start(backend or EchoBackend(num_pages))
@@ -136,6 +138,7 @@ class EngineHarness:
         store = Directory(self.data, self.signature, backend.layout) if self.data is not None else None
         self.engine = Engine(backend, self.signature, store, **self.options).start()
         self.memory = self.engine.memory
+        self.memory.residency.gate.always = self.always_load
 
     def restart(self, backend: Backend | None = None) -> None:
         self.close()

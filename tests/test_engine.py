@@ -18,6 +18,7 @@ from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, 
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
 from rewake.store.directory import Directory
+from rewake.store.files import Files
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
 
 BOUNDARIES = (1, 2, 255, 256, 257, 511, 512, 513, 700)  # W5
@@ -87,7 +88,7 @@ def test_agents_that_begin_alike_share_pages(harness: EngineHarness) -> None:
             assert pending.match.reused_tokens == len(system)
     used = harness.memory.residency.pool.num_slots - harness.memory.residency.pool.num_free
     assert used == 2 + 10  # two shared pages, and a tail each
-    summary = harness.engine.call(lambda: harness.memory.agent("default", "agent3")).result()
+    summary = harness.engine.call(lambda: harness.memory.agents.show("default", "agent3")).result()
     assert summary.tokens == len(system) + 51 + 4
 
 
@@ -235,13 +236,13 @@ def test_forgetting_an_agent_frees_its_files_but_not_those_of_others(harness: En
     assert files() == 3
     harness.restart()
     with pytest.raises(RequestError, match="no agent 'a'"):
-        harness.engine.call(lambda: harness.memory.agent("default", "a")).result()
+        harness.engine.call(lambda: harness.memory.agents.show("default", "a")).result()
     assert harness.ask([*shared, *prompt(300, seed=ord("b"))], "b").match.computed_tokens == 1
 
 
 def forget(harness: EngineHarness, agent: str) -> None:
     gone: Future[Exception | None] = Future()
-    harness.engine.call(lambda: harness.memory.forget("default", agent, gone.set_result)).result(10)
+    harness.engine.call(lambda: harness.memory.agents.forget("default", agent, gone.set_result)).result(10)
     if error := gone.result(10):
         raise error
 
@@ -260,15 +261,21 @@ def failing(*_: object) -> None:
 def test_a_page_that_was_saved_late_is_found_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """L3: the first turn's pages could not be written; the next turn's could, before them."""
     text = prompt(600)
-    write, failures = Directory.write, iter([True])
+    write, first = Directory.write, iter([True])
 
-    def once(self: Directory, *arguments: Any) -> StoredFile:
-        if next(failures, False):
+    def once(self: Directory, name: str, *arguments: Any) -> StoredFile:
+        if name.startswith("pages") and next(first, False):
+            gate.wait(10)
             raise OSError("the disk is full")
-        return write(self, *arguments)
+        return write(self, name, *arguments)
 
-    monkeypatch.setattr(Directory, "write", once)
-    assert not harness.ask(text, "a").result().saved
+    gate = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "write", once)
+        pending = harness.submit(text, "a")
+        pending.first_token.wait(10)
+        gate.set()
+        assert not pending.result().saved
     longer = [*text, *expected_answer(text, 4), *prompt(300, seed=1)]
     harness.ask(longer, "a")
     assert harness.ask(longer, "a").result().saved
@@ -301,7 +308,7 @@ def test_saving_goes_on_after_a_full_disk_and_leaves_no_litter(harness: EngineHa
     """L3."""
     text = prompt(600)
     with monkeypatch.context() as patched:
-        patched.setattr("rewake.store.directory.write_all", failing)
+        patched.setattr(Files, "append", failing)
         pending = harness.ask(text, "a")
         assert pending.tokens == expected_answer(text, 4) and not pending.result().saved
     assert not list(Path(str(harness.data)).glob("*/*/*.tmp"))
@@ -310,13 +317,24 @@ def test_saving_goes_on_after_a_full_disk_and_leaves_no_litter(harness: EngineHa
     assert harness.ask([*text, 1], "a").match.kind == "exact"
 
 
-def test_a_deleted_directory_is_never_said_to_hold_anything(harness: EngineHarness) -> None:
-    """L5: the server carries on; what is computed from then on is not saved, and says so."""
-    text = prompt(300)
-    assert harness.ask(text, "a").result().saved
-    shutil.rmtree(str(harness.data))
-    again = harness.ask([*text, 5], "a")
-    assert again.tokens == expected_answer([*text, 5], 4) and not again.result().saved
+@pytest.mark.parametrize("what", [".", "manifest.sqlite", "pages", "segments"])
+def test_a_deleted_directory_is_begun_anew_and_loses_only_what_was_deleted(harness: EngineHarness, what: str) -> None:
+    """L5: what is in memory is saved again; what is said to be saved is."""
+    cold, hot = prompt(600, seed=1), prompt(300)
+    harness.ask(cold, "cold")
+    harness.evict_all()
+    assert harness.ask(hot, "hot").result().saved
+    gone = Path(str(harness.data)) / what
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    again = harness.ask([*hot, 5], "hot")
+    assert again.tokens == expected_answer([*hot, 5], 4)
+    third = harness.ask([*hot, 5, 6], "hot")
+    assert third.tokens == expected_answer([*hot, 5, 6], 4) and third.result().saved
+    harness.restart()
+    assert harness.ask([*hot, 5, 6], "hot").match.computed_tokens <= (1 if what in (".", "manifest.sqlite") else 303)
+    lost = harness.ask(cold, "cold")
+    assert lost.tokens == expected_answer(cold, 4)
+    assert lost.match.computed_tokens == {".": 600, "manifest.sqlite": 1, "pages": 600, "segments": 88}[what]
 
 
 def test_a_turn_that_a_kill_has_cut_off_leaves_nothing(tmp_path: Path) -> None:

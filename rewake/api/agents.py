@@ -22,18 +22,18 @@ def router(generator: Generator) -> APIRouter:
 
     @routes.get("")
     async def agents() -> dict[str, Any]:
-        found = await asyncio.wrap_future(engine.call(lambda: memory.agents(NAMESPACE)))
+        found = await asyncio.wrap_future(engine.call(lambda: memory.agents.list(NAMESPACE)))
         return {"object": "list", "data": [asdict(a) for a in found]}
 
     @routes.get("/{agent:path}")
     async def agent(agent: str) -> dict[str, Any]:
-        return asdict(await asyncio.wrap_future(engine.call(lambda: memory.agent(NAMESPACE, agent))))
+        return asdict(await asyncio.wrap_future(engine.call(lambda: memory.agents.show(NAMESPACE, agent))))
 
     @routes.delete("/{agent:path}")
     async def forget(agent: str) -> dict[str, Any]:
         """Answers when the files are gone."""
         gone: Future[Exception | None] = Future()
-        await asyncio.wrap_future(engine.call(lambda: memory.forget(NAMESPACE, agent, gone.set_result)))
+        await asyncio.wrap_future(engine.call(lambda: memory.agents.forget(NAMESPACE, agent, gone.set_result)))
         await generator.forget(agent)
         if error := await asyncio.wrap_future(gone):
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")

@@ -53,7 +53,7 @@ class Generator:
         engine, transcripts = self.service.engine, self.service.transcripts
         agent = ask.agent
         if not transcripts.knows(NAMESPACE, agent):
-            stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.transcripts(NAMESPACE, agent)))
+            stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(NAMESPACE, agent)))
             await self._on_text_thread(lambda: transcripts.learn(NAMESPACE, agent, stored))
 
         def tokenise() -> tuple[int, ...]:

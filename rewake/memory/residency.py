@@ -2,7 +2,7 @@
 
     free     nobody's
     held     a sequence, a write or a load needs it (refs > 0)
-    cached   nobody needs it now; the least recently used goes first when a slot is wanted
+    cached   nobody needs it now; what is worth least goes first when a slot is wanted (memory.value)
 
 free + held + cached = all slots, always. Runs on the engine thread; only the reads themselves happen elsewhere.
 """
@@ -10,7 +10,7 @@ free + held + cached = all slots, always. Runs on the engine thread; only the re
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rewake.errors import CorruptFile
+from rewake.memory.gate import LoadGate
 from rewake.memory.pool import PagePool
 from rewake.memory.tree import Branch, Page
+from rewake.memory.value import ByValue
 from rewake.quant import PageLayout
 from rewake.store.base import Store
 
@@ -29,22 +31,34 @@ Arena = npt.NDArray[np.uint8]
 Post = Callable[[Callable[[], None]], None]  # runs a function on the engine thread, soon
 Loaded = Callable[[CorruptFile | None], None]
 
+NUM_READERS = 2
+
 log = logging.getLogger(__name__)
 
 
 class Residency:
-    """The hot set. `evicted` is told of everything that leaves the arena, once its slot is free."""
+    """The hot set. `cost` says in seconds what it takes to have something back that leaves; `evicted` is told of all that does."""
 
-    def __init__(self, arena: Arena, layout: PageLayout, store: Store | None, post: Post, evicted: Callable[[Page | Branch], None]) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        layout: PageLayout,
+        store: Store | None,
+        post: Post,
+        cost: Callable[[Page | Branch], float],
+        evicted: Callable[[Page | Branch], None],
+    ) -> None:
         self.arena = arena
         self.layout = layout
         self.pool = PagePool(len(arena), layout.page_bytes)
         self.store = store
         self.post = post
+        self.cost = cost
         self.evicted = evicted
-        self.cached: OrderedDict[Page | Branch, None] = OrderedDict()
+        self.gate = LoadGate()
+        self.cached: ByValue[Page | Branch] = ByValue()
         self.loading: dict[Page | Branch, tuple[int, list[Loaded]]] = {}
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="rewake-load")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="rewake-load")
 
     @property
     def num_available(self) -> int:
@@ -55,31 +69,37 @@ class Residency:
         return self.arena[slot : slot + self.layout.page_bytes]
 
     def take(self) -> int:
-        """A slot nobody uses, evicting the least recently used page if need be. There must be one."""
+        """A slot nobody uses, evicting what is worth least if need be. There must be one."""
         if not self.pool.num_free:
-            self.drop(next(iter(self.cached)))
+            self.drop(self.cached.first_to_go())
         return self.pool.take()
 
     def drop(self, resident: Page | Branch) -> None:
         """Give back the slot of something cached."""
         assert resident.refs == 0 and resident.slot is not None
-        del self.cached[resident]
+        self.cached.remove(resident)
         self.pool.give(resident.slot)
         resident.slot = None
         self.evicted(resident)
 
     def hold(self, resident: Page | Branch) -> None:
         resident.refs += 1
-        self.cached.pop(resident, None)
+        self.cached.remove(resident)
 
     def release(self, resident: Page | Branch) -> None:
-        """One need less; without any, it is cached as the most recently used."""
+        """One need less; without any, it is cached as just used."""
         assert resident.refs > 0
         resident.refs -= 1
         if resident.refs == 0 and resident.slot is not None:
-            self.cached[resident] = None
             if resident.forgotten:
                 self.drop(resident)
+            else:
+                self.cached.add(resident, self.cost(resident))
+
+    def value_again(self, resident: Page | Branch) -> None:
+        """Its cost has changed."""
+        if resident in self.cached:
+            self.cached.add(resident, self.cost(resident))
 
     def load(self, resident: Page | Branch, loaded: Loaded) -> None:
         """Bring something held into the arena; `loaded` is called on the engine thread when it is there, or cannot be."""
@@ -96,6 +116,7 @@ class Residency:
     def _read(self, resident: Page | Branch, slot: int) -> None:
         """On an I/O thread."""
         error = None
+        started = time.perf_counter()
         try:
             self.read(resident, self.bytes_of(slot))
         except CorruptFile as corrupt:
@@ -103,7 +124,12 @@ class Residency:
         except Exception as other:  # the edge of the thread: somebody waits for this page
             log.exception("a page could not be read")
             error = CorruptFile(str(other))
-        self.post(lambda: self._finish_load(resident, slot, error))
+        took = time.perf_counter() - started
+        self.post(lambda: self._finish_load(resident, slot, error, took))
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run something that reads many files, on an I/O thread."""
+        self._readers.submit(function)
 
     def read(self, resident: Page | Branch, target: Arena) -> None:
         """Fill a page's bytes from disk, checked. Raises CorruptFile."""
@@ -118,8 +144,10 @@ class Residency:
                 self.store.read(file, rows.data)
                 self.layout.copy_rows(target, file.first, rows, file.rows, out=False)
 
-    def _finish_load(self, resident: Page | Branch, slot: int, error: CorruptFile | None) -> None:
+    def _finish_load(self, resident: Page | Branch, slot: int, error: CorruptFile | None, took: float) -> None:
         _, waiting = self.loading.pop(resident)
+        if error is None:
+            self.gate.note_read(sum(f.size for f in resident.files), took / NUM_READERS)
         if resident.slot is not None:  # an equal page was computed meanwhile
             self.pool.give(slot)
             error = None

@@ -10,6 +10,7 @@ A path from the root to a branch is a transcript, token for token. Knows what wa
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,10 @@ from dataclasses import dataclass, field
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
 
-__all__ = ["Branch", "Page", "Prefix", "PrefixTree", "Resident", "SavedTurn", "common_length", "page_key", "to_tokens"]
+__all__ = ["Agent", "Branch", "Page", "Prefix", "PrefixTree", "Resident", "SavedTurn", "common_length", "page_key", "to_tokens"]
 
 TOKEN = "i"  # array code: signed 32-bit
+FEW = 8  # candidates to look at more closely
 OWN_BRANCH = 64  # tokens worth computing again to go on in place: about what copying a page costs
 
 
@@ -54,7 +56,26 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
+class Agent:
+    """Who remembers. `name` is None for all who do not say who they are. `ttl` counts from the last use, in seconds."""
+
+    id: str
+    namespace: str
+    name: str | None
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.time)
+    pinned: bool = False
+    ttl: float | None = None
+    branches: list[Branch] = field(default_factory=list)
+
+    @property
+    def head(self) -> Branch | None:
+        """The branch used last."""
+        return max(self.branches, key=lambda b: b.used, default=None)
+
+
+@dataclass(eq=False, slots=True)
 class Resident:
     """Something that occupies a slot of the arena while it is hot.
 
@@ -66,16 +87,21 @@ class Resident:
     forgotten: bool = field(default=False, init=False)  # out of the tree: its slot is given back with the last need
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Page(Resident):
-    """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens."""
+    """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
+
+    `named`: somebody who says who they are has it in a transcript.
+    """
 
     key: bytes
+    namespace: str
     parent: Page | None
     tokens: array[int]
     file: StoredFile | None = None
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    named: bool = False
 
     def path(self) -> list[Page]:
         """The pages from the first to this one."""
@@ -95,27 +121,28 @@ class Page(Resident):
         return [] if self.file is None else [self.file]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class SavedTurn:
     """A branch as the manifest has it; an ancestor of what it is now."""
 
     parent: Page
     tokens: array[int]
     segments: tuple[StoredFile, ...]
+    turns: array[int]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Branch(Resident):
     """One transcript, ending in a page that is not full: `tokens` are those behind `parent`.
 
     The first `num_rows` of them have K/V. A last one may not: it was sampled, but never computed on.
-    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it, or that
-    the turn it has appended is still being saved: nobody else may go on with it.
+    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it, that the turn it
+    has appended is still being saved, or that it is being exported: nobody else may go on with it.
+    `turns` are the lengths of the transcript at which answers ended.
     """
 
     id: str
-    namespace: str
-    agent: str | None
+    owner: Agent
     parent: Page
     tokens: array[int] = field(default_factory=to_tokens)
     num_rows: int = 0
@@ -124,6 +151,15 @@ class Branch(Resident):
     running: bool = False
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
+    turns: array[int] = field(default_factory=to_tokens)
+
+    @property
+    def namespace(self) -> str:
+        return self.owner.namespace
+
+    @property
+    def agent(self) -> str | None:
+        return self.owner.name
 
     @property
     def saved_rows(self) -> int:
@@ -131,7 +167,7 @@ class Branch(Resident):
 
     def note_saved(self) -> None:
         """The manifest has it as it is."""
-        self.saved = SavedTurn(self.parent, self.tokens, tuple(self.segments))
+        self.saved = SavedTurn(self.parent, self.tokens, tuple(self.segments), self.turns)
 
     def obsolete_files(self) -> tuple[StoredFile, ...]:
         """Segments the manifest names that are no longer part of it: its page has been filled since."""
@@ -185,10 +221,14 @@ class PrefixTree:
     def __init__(self, signature: bytes) -> None:
         self.signature = signature
         self.roots: dict[str, Page] = {}
-        self.agents: dict[tuple[str, str | None], list[Branch]] = {}
+        self.agents: dict[tuple[str, str | None], Agent] = {}
+
+    def agent(self, namespace: str, name: str | None) -> Agent:
+        """The agent of that name; a new one if there is none."""
+        return self.agents.setdefault((namespace, name), Agent(secrets.token_hex(16), namespace, name))
 
     def root(self, namespace: str) -> Page:
-        return self.roots.setdefault(namespace, Page(b"", None, to_tokens()))
+        return self.roots.setdefault(namespace, Page(b"", namespace, None, to_tokens()))
 
     def key(self, namespace: str, parent: Page, tokens: array[int]) -> bytes:
         return page_key(namespace, self.signature, parent.key, tokens)
@@ -220,20 +260,24 @@ class PrefixTree:
             return rows == len(rest), rows + OWN_BRANCH * own, own, extends
 
         candidates: list[Page | Branch] = [*node.children.values(), *node.branches]
+        if rest and len(candidates) > FEW:  # most of many begin otherwise
+            alike = [c for c in candidates if not c.stored_rows or c.tokens[0] == rest[0]]
+            candidates = alike or candidates[:1]
         partial = max(candidates, key=worth, default=None)
         return Prefix(tuple(pages), partial, shared(partial) if partial is not None else 0)
 
     def add_page(self, namespace: str, parent: Page, tokens: array[int]) -> Page:
         """A new full page under `parent`; the caller has seen that there is none of its key."""
         assert len(tokens) == PAGE_TOKENS
-        page = Page(self.key(namespace, parent, tokens), parent, tokens)
+        page = Page(self.key(namespace, parent, tokens), namespace, parent, tokens)
         assert page.key not in parent.children
         parent.children[page.key] = page
         return page
 
     def add_branch(self, branch: Branch) -> Branch:
+        branch.owner = self.agents.setdefault((branch.namespace, branch.agent), branch.owner)  # it may have been forgotten meanwhile
         branch.parent.branches.append(branch)
-        self.agents.setdefault((branch.namespace, branch.agent), []).append(branch)
+        branch.owner.branches.append(branch)
         return branch
 
     def move_branch(self, branch: Branch, parent: Page) -> None:
@@ -243,10 +287,11 @@ class PrefixTree:
 
     def remove_branch(self, branch: Branch) -> None:
         branch.parent.branches.remove(branch)
-        of_agent = self.agents[branch.namespace, branch.agent]
-        of_agent.remove(branch)
-        if not of_agent:
-            del self.agents[branch.namespace, branch.agent]
+        branch.owner.branches.remove(branch)
+
+    def remove_agent(self, agent: Agent) -> None:
+        assert not agent.branches
+        del self.agents[agent.namespace, agent.name]
 
     def remove_page(self, page: Page) -> None:
         assert page.parent is not None and not page.children and not page.branches
@@ -254,7 +299,8 @@ class PrefixTree:
 
     def branches_of(self, namespace: str, agent: str | None) -> list[Branch]:
         """The agent's branches, the latest used first: that one is its head."""
-        return sorted(self.agents.get((namespace, agent), ()), key=lambda b: b.used, reverse=True)
+        known = self.agents.get((namespace, agent))
+        return sorted(known.branches, key=lambda b: b.used, reverse=True) if known else []
 
     def subtree(self, page: Page) -> list[Page]:
         """`page` and everything below it, children before parents."""

@@ -12,16 +12,17 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from rewake.errors import StoreError, StoreLost
 from rewake.memory.residency import Arena, Post
 from rewake.quant import PAGE_TOKENS, PageLayout
-from rewake.store.base import BranchRecord, Commit, PageRecord, Store, StoredFile
+from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Store, StoredFile
 
-__all__ = ["Forget", "Job", "SavePage", "SaveTurn", "Writer"]
+__all__ = ["Amend", "Job", "Reclaim", "SavePage", "SaveTurn", "Writer"]
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,22 @@ class Job(Protocol):
     @property
     def done(self) -> Callable[[Exception | None], None]: ...
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that it writes."""
+        ...
+
     def write(self, store: Store) -> Commit: ...
 
-    def obsolete(self) -> tuple[str, ...]:
+    @property
+    def replaced(self) -> tuple[StoredFile, ...]:
         """Files to remove once it is committed."""
         ...
 
 
 @dataclass(eq=False)
 class SavePage:
-    """A full page. `file` is there when it is done."""
+    """A full page, in place of one of the same tokens if there are `replaced`. `file` is there when it is done."""
 
     key: bytes
     parent: bytes
@@ -49,17 +56,18 @@ class SavePage:
     namespace: str
     tokens: bytes
     data: Arena
+    replaced: tuple[StoredFile, ...]
     done: Callable[[Exception | None], None]
     file: StoredFile | None = None
+    num_rows: int = PAGE_TOKENS
 
     def write(self, store: Store) -> Commit:
-        name = f"pages/{self.key.hex()[:2]}/{self.key.hex()}.safetensors"
+        # what the manifest names is never overwritten: until the commit, that is what counts
+        again = f"-{secrets.token_hex(4)}" if self.replaced else ""
+        name = f"pages/{self.key.hex()[:2]}/{self.key.hex()}{again}.safetensors"
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
         self.file = store.write(name, self.data.data, 0, PAGE_TOKENS, about)
         return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.file),))
-
-    def obsolete(self) -> tuple[str, ...]:
-        return ()
 
 
 @dataclass(eq=False)
@@ -67,6 +75,7 @@ class SaveTurn:
     """A branch as it stands after a turn: rows [first, last) of its page go into a new segment."""
 
     branch: BranchRecord  # with the segments there are already
+    owner: tuple[AgentRecord, ...]
     ancestors: frozenset[bytes]
     first: int
     last: int
@@ -76,49 +85,67 @@ class SaveTurn:
     done: Callable[[Exception | None], None]
     segments: tuple[StoredFile, ...] = field(default=(), init=False)
 
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
+
     def write(self, store: Store) -> Commit:
         b = self.branch
         self.segments = b.segments
-        if self.last > self.first:
+        if self.num_rows > 0:
             assert self.page is not None
-            rows = self.last - self.first
-            data = np.empty(self.layout.with_rows(rows).page_bytes, np.uint8)
-            self.layout.copy_rows(self.page, self.first, data, rows, out=True)
+            data = np.empty(self.layout.with_rows(self.num_rows).page_bytes, np.uint8)
+            self.layout.copy_rows(self.page, self.first, data, self.num_rows, out=True)
             # the nonce: a segment never overwrites one that the manifest may still name
             name = f"segments/{b.id[:2]}/{b.id}-{self.first}-{secrets.token_hex(4)}.safetensors"
             about = {"branch": b.id, "parent": b.parent.hex(), "namespace": b.namespace, "tokens": b.tokens.hex()}
-            self.segments += (store.write(name, data.data, self.first, rows, about),)
-        record = BranchRecord(b.id, b.namespace, b.agent, b.parent, b.tokens, self.segments, b.created, b.used)
-        return Commit(branches=(record,))
-
-    def obsolete(self) -> tuple[str, ...]:
-        return tuple(s.name for s in self.replaced)
+            self.segments += (store.write(name, data.data, self.first, self.num_rows, about),)
+        return Commit(branches=(replace(b, segments=self.segments),), agents=self.owner)
 
 
 @dataclass(eq=False)
-class Forget:
-    """What no longer counts, and its files; damaged ones are kept aside instead of removed."""
+class Amend:
+    """A change of the manifest, and the files that no longer count then; damaged ones are kept aside instead of removed."""
 
     commit: Commit
-    files: tuple[str, ...]
+    replaced: tuple[StoredFile, ...]
     done: Callable[[Exception | None], None]
     damaged: tuple[StoredFile, ...] = ()
+    num_rows: int = 0
 
     def write(self, store: Store) -> Commit:
         for file in self.damaged:
             store.quarantine(file)
         return self.commit
 
-    def obsolete(self) -> tuple[str, ...]:
-        return self.files
+
+@dataclass(eq=False)
+class Reclaim:
+    """Room is needed for `wanted` bytes: what this model cannot use goes."""
+
+    wanted: int
+    replaced: tuple[StoredFile, ...] = ()
+    num_rows: int = 0
+
+    def write(self, store: Store) -> Commit:
+        store.reclaim(self.wanted)
+        return Commit()
+
+    def done(self, error: Exception | None) -> None: ...
+
+
+ALONE = (Amend, Reclaim)
 
 
 class Writer:
-    """The thread, and its queue."""
+    """The thread, and its queue. `lost` is called on the engine thread if the directory was deleted, and begun anew."""
 
-    def __init__(self, store: Store, post: Post) -> None:
+    def __init__(self, store: Store, post: Post, lost: Callable[[], None]) -> None:
         self.store = store
         self.post = post
+        self.lost = lost
+        self.waiting_bytes = 0  # of files that wait to be written; counted on the engine thread
+        self._failing = False
         self._jobs: deque[Job] = deque()
         self._waiting = threading.Condition()
         self._closing = False
@@ -127,9 +154,17 @@ class Writer:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
+        self.waiting_bytes += self.size_of(job)
         with self._waiting:
             self._jobs.append(job)
             self._waiting.notify()
+
+    def size_of(self, job: Job) -> int:
+        return self.store.file_bytes(job.num_rows) if job.num_rows else 0
+
+    def barrier(self, reached: Callable[[], None]) -> None:
+        """Call `reached` on the engine thread once all that was handed over before is on disk, or has failed."""
+        self.submit(Amend(Commit(), (), lambda _: reached()))
 
     def close(self) -> None:
         """Write all that waits, then stop."""
@@ -143,13 +178,13 @@ class Writer:
             self._save(batch)
 
     def _next_batch(self) -> list[Job]:
-        """All that waits, up to and without the next `Forget`, which goes alone: order matters to it. Empty at the end."""
+        """All that waits, up to and without the next `Amend` or `Reclaim`, which go alone: order matters to them. Empty at the end."""
         with self._waiting:
             self._waiting.wait_for(lambda: self._jobs or self._closing)
             batch: list[Job] = []
-            while self._jobs and not (batch and isinstance(self._jobs[0], Forget)):
+            while self._jobs and not (batch and isinstance(self._jobs[0], ALONE)):
                 batch.append(self._jobs.popleft())
-                if isinstance(batch[0], Forget):
+                if isinstance(batch[0], ALONE):
                     break
             return batch
 
@@ -158,18 +193,29 @@ class Writer:
         failed: Exception | None = None
         try:
             self.store.commit(merge([commit for _, commit, _ in written if commit is not None]))
-        except Exception as caught:  # the edge of the thread: whatever it was, the jobs failed
-            log.exception("memories could not be committed")
+        except Exception as caught:  # noqa: BLE001 (the edge of the thread: whatever it was, the jobs failed)
             failed = caught
         for job, _, error in written:
             if error is None and failed is None:
-                self._remove(job.obsolete())
+                self._remove(job.replaced)
             self._report(job, error or failed)
+        self._say_once(failed or next((error for *_, error in written if error is not None), None))
+        if isinstance(failed, StoreLost):
+            self._unsaved_pages.clear()
+            self.post(self.lost)
 
-    def _remove(self, names: tuple[str, ...]) -> None:
+    def _say_once(self, error: Exception | None) -> None:
+        """A disk that is full is worth two lines in the log, not two for each page."""
+        if error is not None and not self._failing:
+            log.error("memories cannot be saved: %s", error, exc_info=None if isinstance(error, (OSError, StoreError)) else error)
+        elif error is None and self._failing:
+            log.warning("memories are saved again")
+        self._failing = error is not None
+
+    def _remove(self, files: tuple[StoredFile, ...]) -> None:
         """What cannot be removed is no longer in the manifest; the next start removes it."""
         try:
-            self.store.remove(names)
+            self.store.remove(files)
         except OSError as error:
             log.warning("a file that is no longer needed could not be removed: %s", error)
 
@@ -182,7 +228,6 @@ class Writer:
                 self._unsaved_pages.discard(job.key)
             return commit, None
         except Exception as error:  # noqa: BLE001 (as above)
-            log.error("a memory could not be saved: %s", error)
             if isinstance(job, SavePage):
                 self._unsaved_pages.add(job.key)
             return None, error
@@ -190,13 +235,20 @@ class Writer:
     def _report(self, job: Job, error: Exception | None) -> None:
         if isinstance(job, SavePage) and error is not None:
             self._unsaved_pages.add(job.key)
-        self.post(lambda: job.done(error))
+
+        def done() -> None:
+            self.waiting_bytes -= self.size_of(job)
+            job.done(error)
+
+        self.post(done)
 
 
 def merge(commits: list[Commit]) -> Commit:
     return Commit(
         tuple(p for c in commits for p in c.pages),
         tuple(b for c in commits for b in c.branches),
+        tuple(a for c in commits for a in c.agents),
         tuple(k for c in commits for k in c.gone_pages),
         tuple(b for c in commits for b in c.gone_branches),
+        tuple(a for c in commits for a in c.gone_agents),
     )

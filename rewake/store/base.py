@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["BranchRecord", "Commit", "PageRecord", "Snapshot", "Store", "StoredFile"]
+__all__ = ["AgentRecord", "BranchRecord", "Commit", "PageRecord", "Snapshot", "Store", "StoredFile"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredFile:
     """Rows [first, first + rows) of a page, in a file of its own.
 
     `name` is relative to the directory; the data are `size` bytes at `offset`, and `checksum` is their xxh3-128.
+    Where they are encrypted, `checksum` is the cipher's tag, and `secret` the file's own key, wrapped.
     """
 
     name: str
@@ -22,6 +23,25 @@ class StoredFile:
     offset: int
     size: int
     checksum: bytes
+    secret: bytes = b""
+
+    @property
+    def file_bytes(self) -> int:
+        """What it takes on disk, header included."""
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """What is known of an agent beside its transcripts; times are seconds since 1970, `ttl` seconds after the last use."""
+
+    id: str
+    namespace: str
+    name: str
+    created: float
+    used: float
+    pinned: bool = False
+    ttl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,10 @@ class PageRecord:
 
 @dataclass(frozen=True)
 class BranchRecord:
-    """A transcript's end: `tokens` behind the page `parent`, K/V of its first rows in `segments`."""
+    """A transcript's end: `tokens` behind the page `parent`, K/V of its first rows in `segments`.
+
+    `turns` are the lengths of the whole transcript at which answers ended: int32, little-endian.
+    """
 
     id: str
     namespace: str
@@ -48,16 +71,22 @@ class BranchRecord:
     segments: tuple[StoredFile, ...]
     created: float
     used: float
+    turns: bytes = b""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What becomes true at once: new pages, branches as they are now, and what is gone."""
+    """What becomes true at once: new pages, branches and agents as they are now, and what is gone."""
 
     pages: tuple[PageRecord, ...] = ()
     branches: tuple[BranchRecord, ...] = ()
+    agents: tuple[AgentRecord, ...] = ()
     gone_pages: tuple[bytes, ...] = ()
     gone_branches: tuple[str, ...] = ()
+    gone_agents: tuple[str, ...] = ()
+
+    def file_names(self) -> set[str]:
+        return {p.file.name for p in self.pages} | {s.name for b in self.branches for s in b.segments}
 
 
 @dataclass(frozen=True)
@@ -66,18 +95,50 @@ class Snapshot:
 
     pages: tuple[PageRecord, ...] = ()
     branches: tuple[BranchRecord, ...] = ()
+    agents: tuple[AgentRecord, ...] = ()
 
 
 class Store(Protocol):
-    """Where memories survive the process. What was written is durable once it is committed."""
+    """Where memories survive the process. What was written is durable once it is committed.
+
+    `budget` is the most bytes its files may take, `used` what they take, `reclaimable` the part of it that this model cannot use.
+    `bytes_written` and `bytes_read` count since the start.
+    """
+
+    budget: int
+    used: int
+    reclaimable: int
+    bytes_written: int
+    bytes_read: int
 
     def load(self) -> Snapshot: ...
 
     def write(self, name: str, data: memoryview, first: int, rows: int, about: Mapping[str, str]) -> StoredFile:
-        """Put rows [first, first + rows) of a page into a new file; `about` is for people and for rebuilding the manifest."""
+        """Put rows [first, first + rows) of a page into a new file; `about` is for people and for rebuilding the manifest.
+
+        `about` names the namespace. Raises DiskFull where the budget or the disk has no room for it.
+        """
         ...
 
-    def commit(self, commit: Commit) -> None: ...
+    def file_bytes(self, rows: int) -> int:
+        """What a file of `rows` rows takes."""
+        ...
+
+    def commit(self, commit: Commit) -> None:
+        """All or nothing. Raises StoreLost if the directory was deleted meanwhile; it has been begun anew then."""
+        ...
+
+    def reclaim(self, wanted: int) -> None:
+        """Remove what this model cannot use (others' memories, unless pinned; damaged files), the oldest first, up to `wanted` bytes."""
+        ...
+
+    def room(self) -> int:
+        """Bytes that may still be written, by the budget and by the disk."""
+        ...
+
+    def holds(self, file: StoredFile) -> bool:
+        """Whether the file is there; not whether it is sound."""
+        ...
 
     def read(self, file: StoredFile, into: memoryview) -> None:
         """Fill `into` with the data. Raises CorruptFile if they are not, byte for byte, what was written."""
@@ -85,6 +146,6 @@ class Store(Protocol):
 
     def quarantine(self, file: StoredFile) -> None: ...
 
-    def remove(self, names: Iterable[str]) -> None: ...
+    def remove(self, files: Iterable[StoredFile]) -> None: ...
 
     def close(self) -> None: ...

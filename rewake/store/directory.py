@@ -6,31 +6,34 @@
     DIR/lock              held by the one process that owns the directory
 
 Order of a write: data to a temporary file, fsync, rename, fsync of the folder; then the manifest, in one
-transaction. Deletions go the other way round. `docs/format.md` has the bytes.
+transaction. Deletions go the other way round. Its files never take more than the budget, nor the disk's last bytes.
+`docs/format.md` has the bytes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import xxhash
 from filelock import FileLock, Timeout
 
-from rewake.errors import CorruptFile, DirectoryLocked, StoreError
-from rewake.quant import PageLayout
+from rewake.errors import CorruptFile, DirectoryLocked, DiskFull, StoreError, StoreLost
+from rewake.quant import PAGE_TOKENS, PageLayout
 from rewake.store.base import Commit, Snapshot, StoredFile
+from rewake.store.files import Files
 from rewake.store.index import Index
 
-__all__ = ["BLOCK", "FORMAT", "Directory", "checksum", "file_header"]
+__all__ = ["BLOCK", "FORMAT", "UNLIMITED", "Directory", "checksum", "file_header"]
 
 FORMAT = "rewake-page-1"
 BLOCK = 4096  # headers are padded to it, so that the data can be read directly to where pages start
 FOLDERS = ("pages", "segments")
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)  # Windows would translate line ends
+UNLIMITED = 2**63 - 1
+FREE_FLOOR = 512 * 2**20  # bytes left free for everybody else
 
 log = logging.getLogger(__name__)
 
@@ -53,81 +56,163 @@ def file_header(layout: PageLayout, about: Mapping[str, str]) -> bytes:
 class Directory:
     """The store on a file system, for the pages of one signature. Owned by one process at a time."""
 
-    def __init__(self, path: Path, signature: bytes, layout: PageLayout) -> None:
-        """Create or open `path`. Raises DirectoryLocked if another process has it open, StoreError if it cannot be used."""
+    def __init__(
+        self,
+        path: Path,
+        signature: bytes,
+        layout: PageLayout,
+        *,
+        budget: int = UNLIMITED,
+        free_floor: int = FREE_FLOOR,
+        files: Files | None = None,
+    ) -> None:
+        """Create or open `path`; its files may take `budget` bytes, and leave `free_floor` of the disk free.
+
+        Raises DirectoryLocked if another process has it open, StoreError if it cannot be used.
+        """
         self.path = path
+        self.signature = signature
         self.layout = layout
+        self.budget = budget
+        self.free_floor = free_floor
+        self.bytes_written = 0
+        self.bytes_read = 0
+        self._files = files or Files()
+        self._written_in: set[Path] = set()
+        self._uncommitted: dict[str, int] = {}  # files of this process that no commit has named yet, and their bytes
+        self._open()
+
+    def _open(self) -> None:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = FileLock(path / "lock", mode=0o600)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = FileLock(self.path / "lock", mode=0o600, thread_local=False)  # the writer may have to begin anew
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise DirectoryLocked(f"{path} is in use by another rewake process: stop it, or choose another --data") from None
+            raise DirectoryLocked(f"{self.path} is in use by another rewake process: stop it, or choose another --data") from None
         except OSError as error:
-            raise StoreError(f"{path} cannot be used as a directory of memories ({error.strerror}): choose another --data") from error
-        self._index = Index(path / "manifest.sqlite", signature)
-        self._written_in: set[Path] = set()
+            raise StoreError(f"{self.path} cannot be used as a directory of memories ({error.strerror}): choose another --data") from error
+        try:
+            self._index = Index(self.path / "manifest.sqlite", self.signature, self._files)
+        except BaseException:
+            self._lock.release()
+            raise
+        in_quarantine = sum(size for _, size in self._quarantined())
+        self.used = self._index.total_bytes() + in_quarantine
+        self.reclaimable = self._index.foreign_bytes() + in_quarantine
 
     def load(self) -> Snapshot:
         """All records of the signature; also removes files that a crash left unreferenced."""
         self._collect_garbage()
         return self._index.load()
 
+    # ---- writing
+
     def write(self, name: str, data: memoryview, first: int, rows: int, about: Mapping[str, str]) -> StoredFile:
         target = self.path / name
+        header = file_header(self.layout.with_rows(rows), about)
+        self._check_room(len(header) + len(data))
         if not target.parent.is_dir():
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._written_in |= {target.parent.parent, self.path}
-        header = file_header(self.layout.with_rows(rows), about)
         temporary = target.with_suffix(".tmp")
         try:
-            with open(os.open(temporary, CREATE, 0o600), "wb", buffering=0) as file:
-                write_all(file.fileno(), header)
-                write_all(file.fileno(), data)
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+            self._files.write(temporary, (header, data))
+            self._files.rename(temporary, target)
         except OSError:
             temporary.unlink(missing_ok=True)  # it may be the disk that is full
             raise
         self._written_in.add(target.parent)
-        return StoredFile(name, first, rows, len(header), len(data), checksum(data))
+        file = StoredFile(name, first, rows, len(header), len(data), checksum(data))
+        self.used += file.file_bytes - self._uncommitted.get(name, 0)
+        self._uncommitted[name] = file.file_bytes
+        self.bytes_written += file.file_bytes
+        return file
+
+    def file_bytes(self, rows: int) -> int:
+        return header_bytes(self.layout, rows) + self.layout.with_rows(rows).page_bytes
+
+    def _check_room(self, wanted: int) -> None:
+        if self.used + wanted > self.budget:
+            raise DiskFull(f"{self.path} has {self.used} of {self.budget} bytes: no room for {wanted} more (--disk)")
+        if (free := self._files.free(self.path)) < wanted + self.free_floor:
+            raise DiskFull(f"the disk of {self.path} has {free} bytes left, and {self.free_floor} are to stay free: no room for {wanted}")
 
     def commit(self, commit: Commit) -> None:
         folders, self._written_in = self._written_in, set()
+        if not self._index.is_in_place():
+            self._begin_anew()
+            raise StoreLost(f"{self.path} was deleted while in use: begun anew with what is in memory")
         for folder in folders:
-            fsync_folder(folder)
-        self._index.check_in_place()
+            self._files.sync_folder(folder)
         self._index.commit(commit)
+        # what an earlier commit failed to name could still have turned out to be named; now it cannot
+        lost = self._uncommitted.keys() - commit.file_names()
+        self.used -= sum(self._uncommitted[name] for name in lost)
+        self._uncommitted = {}
+        for name in lost:
+            self._files.remove(self.path / name)
+
+    def _begin_anew(self) -> None:
+        self._index.close()
+        self._lock.release()
+        self._uncommitted = {}
+        self._open()
+
+    # ---- reading
 
     def read(self, file: StoredFile, into: memoryview) -> None:
         """One positional read of the data, then their checksum."""
         assert len(into) == file.size
         try:
-            with open(self.path / file.name, "rb", buffering=0) as opened:
-                opened.seek(file.offset)
-                got = opened.readinto(into)
+            got = self._files.read(self.path / file.name, file.offset, into)
         except OSError as error:
             raise CorruptFile(f"{file.name}: {error.strerror}") from error
+        self.bytes_read += got
         if got != file.size:
             raise CorruptFile(f"{file.name}: {got} bytes where {file.size} were written")
         if checksum(into) != file.checksum:
             raise CorruptFile(f"{file.name}: the checksum is not that of what was written")
 
+    def holds(self, file: StoredFile) -> bool:
+        return (self.path / file.name).is_file()
+
+    # ---- removing
+
     def quarantine(self, file: StoredFile) -> None:
         target = self.path / "quarantine" / Path(file.name).name
         try:
             target.parent.mkdir(mode=0o700, exist_ok=True)
-            os.replace(self.path / file.name, target)
+            self._files.rename(self.path / file.name, target)
         except OSError as error:
             log.warning("cannot quarantine %s: %s", file.name, error.strerror)
 
-    def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.path / name).unlink(missing_ok=True)
+    def remove(self, files: Iterable[StoredFile]) -> None:
+        for file in files:
+            path = self.path / file.name
+            if path.exists():
+                self._files.remove(path)
+                self.used -= file.file_bytes
 
-    def close(self) -> None:
-        self._index.close()
-        self._lock.release()
+    def room(self) -> int:
+        """Bytes that may still be written."""
+        return min(self.budget - self.used, self._files.free(self.path) - self.free_floor)
+
+    def reclaim(self, wanted: int) -> None:
+        goal = self.used - wanted
+        for path, size in self._quarantined():
+            if self.used > goal:
+                self._files.remove(path)
+                self.used -= size
+        if self.used > goal and (freed := self._index.forget_foreign(self.used - goal)):
+            log.warning("%d files of other models' memories are removed: the disk budget is used up", len(freed))
+            self.remove(freed)
+        # what is left then belongs to pinned agents
+        self.reclaimable = max(0, self.reclaimable - wanted) if self.used <= goal else 0
+
+    def _quarantined(self) -> list[tuple[Path, int]]:
+        """Damaged files, the oldest first, and their bytes."""
+        files = [(path, path.stat()) for path in (self.path / "quarantine").glob("*") if path.is_file()]
+        return [(path, stat.st_size) for path, stat in sorted(files, key=lambda f: f[1].st_mtime)]
 
     def _collect_garbage(self) -> None:
         """Remove what a crash between data and manifest left; name what is not ours, and leave it."""
@@ -142,18 +227,13 @@ class Directory:
                 else:
                     log.warning("%s is in no manifest: left alone, and not used", path)
 
-
-def write_all(fd: int, data: memoryview | bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    def close(self) -> None:
+        self._index.close()
+        self._lock.release()
 
 
-def fsync_folder(folder: Path) -> None:
-    if os.name == "nt":  # a folder cannot be opened there; renames are journalled by the file system
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+@cache
+def header_bytes(layout: PageLayout, rows: int) -> int:
+    """What `file_header` will take, or a block more."""
+    about = {"key": "0" * 64, "parent": "0" * 64, "namespace": "0" * 64, "tokens": "0" * 8 * PAGE_TOKENS}
+    return len(file_header(layout.with_rows(rows), about))

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rewake.errors import StoreError
-from rewake.store.base import BranchRecord, Commit, PageRecord, Snapshot, StoredFile
+from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Snapshot, StoredFile
+from rewake.store.files import Files
 
 __all__ = ["VERSION", "Index"]
 
-VERSION = 1
-FILE = "name, first, rows, at, size, checksum"
+VERSION = 2
+FILE = "name, first, rows, at, size, checksum, secret"
 FILE_COLUMNS = (
-    "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL, checksum BLOB NOT NULL"
+    "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL,"
+    " checksum BLOB NOT NULL, secret BLOB NOT NULL DEFAULT x''"
 )
+AGENTS = """
+CREATE TABLE agents (
+    signature BLOB NOT NULL, id TEXT PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, pinned INTEGER NOT NULL, ttl REAL
+) WITHOUT ROWID;
+"""
 SCHEMA = f"""
 CREATE TABLE pages (
     signature BLOB NOT NULL, key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL, depth INTEGER NOT NULL,
@@ -24,18 +33,26 @@ CREATE TABLE pages (
 ) WITHOUT ROWID;
 CREATE TABLE branches (
     signature BLOB NOT NULL, id TEXT PRIMARY KEY, namespace TEXT NOT NULL, agent TEXT, parent BLOB NOT NULL,
-    tokens BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL
+    tokens BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, turns BLOB NOT NULL DEFAULT x''
 ) WITHOUT ROWID;
 CREATE TABLE segments (branch TEXT NOT NULL, {FILE_COLUMNS}, PRIMARY KEY (branch, first)) WITHOUT ROWID;
+{AGENTS}
+"""
+FROM_1 = f"""
+ALTER TABLE pages ADD COLUMN secret BLOB NOT NULL DEFAULT x'';
+ALTER TABLE segments ADD COLUMN secret BLOB NOT NULL DEFAULT x'';
+ALTER TABLE branches ADD COLUMN turns BLOB NOT NULL DEFAULT x'';
+{AGENTS}
 """
 
 
 class Index:
     """One connection, used by one thread at a time: the writer's once the server runs."""
 
-    def __init__(self, path: Path, signature: bytes) -> None:
+    def __init__(self, path: Path, signature: bytes, files: Files) -> None:
         """Open or create the manifest. Raises StoreError if a newer Rewake wrote it, or if it is damaged."""
         self.signature = signature
+        self._files = files
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             os.chmod(path, 0o600)
@@ -46,19 +63,19 @@ class Index:
             self.is_new = version == 0
             if self.is_new:
                 self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version == 1:
+                self._db.executescript(f"BEGIN; {FROM_1} PRAGMA user_version = {VERSION}; COMMIT;")
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{path} cannot be read as a manifest ({error}): move the directory away to start anew") from error
         if version > VERSION:
             raise StoreError(f"{path} was written by a newer version of rewake (format {version}, we know {VERSION})")
 
-    def check_in_place(self) -> None:
-        """Raise StoreError if the manifest's file was removed or replaced: nothing committed to it would be found again."""
+    def is_in_place(self) -> bool:
+        """Whether the manifest's file is still there: nothing committed to a removed one would be found again."""
         try:
-            same = os.stat(self._path).st_ino == self._inode
+            return os.stat(self._path).st_ino == self._inode
         except OSError:
-            same = False
-        if not same:
-            raise StoreError(f"{self._path} is gone: memories are not saved until rewake is started again")
+            return False
 
     def load(self) -> Snapshot:
         """All of it. Raises StoreError if it cannot be read."""
@@ -79,12 +96,28 @@ class Index:
         for branch, *file in self._db.execute(f"SELECT branch, {FILE} FROM segments ORDER BY branch, first"):
             segments.setdefault(branch, []).append(StoredFile(*file))
         branches = tuple(
-            BranchRecord(id, namespace, agent, parent, tokens, tuple(segments.get(id, ())), created, used)
-            for id, namespace, agent, parent, tokens, created, used in self._db.execute(
-                "SELECT id, namespace, agent, parent, tokens, created, used FROM branches WHERE signature = ?", (self.signature,)
+            BranchRecord(id, namespace, agent, parent, tokens, tuple(segments.get(id, ())), created, used, turns)
+            for id, namespace, agent, parent, tokens, created, used, turns in self._db.execute(
+                "SELECT id, namespace, agent, parent, tokens, created, used, turns FROM branches WHERE signature = ?", (self.signature,)
             )
         )
-        return Snapshot(pages, branches)
+        agents = tuple(
+            AgentRecord(id, namespace, name, created, used, bool(pinned), ttl)
+            for id, namespace, name, created, used, pinned, ttl in self._db.execute(
+                "SELECT id, namespace, name, created, used, pinned, ttl FROM agents WHERE signature = ?", (self.signature,)
+            )
+        )
+        return Snapshot(pages, branches, agents)
+
+    def total_bytes(self) -> int:
+        """What all files that count take, of all signatures."""
+        return sum(self._db.execute(f"SELECT COALESCE(SUM(at + size), 0) FROM {t}").fetchone()[0] for t in ("pages", "segments"))
+
+    def foreign_bytes(self) -> int:
+        """What files of other signatures take."""
+        pages = "SELECT COALESCE(SUM(at + size), 0) FROM pages WHERE signature != ?"
+        segments = "SELECT COALESCE(SUM(at + size), 0) FROM segments s, branches b WHERE s.branch = b.id AND b.signature != ?"
+        return sum(self._db.execute(q, (self.signature,)).fetchone()[0] for q in (pages, segments))
 
     def file_names(self) -> set[str]:
         """Every file that counts, of all signatures."""
@@ -92,11 +125,16 @@ class Index:
 
     def commit(self, commit: Commit) -> None:
         """Make it true, all or nothing."""
+        with self._transaction() as cursor:
+            self._apply(cursor, commit)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
         with closing(self._db.cursor()) as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             try:
-                self._apply(cursor, commit)
-                cursor.execute("COMMIT")
+                yield cursor
+                self._files.commit(cursor)
             except BaseException:
                 if self._db.in_transaction:
                     cursor.execute("ROLLBACK")
@@ -105,25 +143,69 @@ class Index:
     def _apply(self, cursor: sqlite3.Cursor, commit: Commit) -> None:
         for page in commit.pages:
             cursor.execute(
-                "INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT OR REPLACE INTO pages (signature, key, parent, namespace, depth, tokens, {FILE}) VALUES ({slots(13)})",
                 (self.signature, page.key, page.parent, page.namespace, page.depth, page.tokens, *file_columns(page.file)),
             )
         for branch in commit.branches:
+            b = branch
             cursor.execute(
-                "INSERT OR REPLACE INTO branches VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (self.signature, branch.id, branch.namespace, branch.agent, branch.parent, branch.tokens, branch.created, branch.used),
+                "INSERT OR REPLACE INTO branches (signature, id, namespace, agent, parent, tokens, created, used, turns)"
+                f" VALUES ({slots(9)})",
+                (self.signature, b.id, b.namespace, b.agent, b.parent, b.tokens, b.created, b.used, b.turns),
             )
-            cursor.execute("DELETE FROM segments WHERE branch = ?", (branch.id,))
-            cursor.executemany(
-                "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)", [(branch.id, *file_columns(s)) for s in branch.segments]
-            )
+            cursor.execute("DELETE FROM segments WHERE branch = ?", (b.id,))
+            cursor.executemany(f"INSERT INTO segments (branch, {FILE}) VALUES ({slots(8)})", [(b.id, *file_columns(s)) for s in b.segments])
+        cursor.executemany(
+            f"INSERT OR REPLACE INTO agents (signature, id, namespace, name, created, used, pinned, ttl) VALUES ({slots(8)})",
+            [(self.signature, a.id, a.namespace, a.name, a.created, a.used, a.pinned, a.ttl) for a in commit.agents],
+        )
         cursor.executemany("DELETE FROM pages WHERE signature = ? AND key = ?", [(self.signature, key) for key in commit.gone_pages])
         cursor.executemany("DELETE FROM branches WHERE id = ?", [(id,) for id in commit.gone_branches])
         cursor.executemany("DELETE FROM segments WHERE branch = ?", [(id,) for id in commit.gone_branches])
+        cursor.executemany("DELETE FROM agents WHERE id = ?", [(id,) for id in commit.gone_agents])
+
+    def forget_foreign(self, wanted: int) -> list[StoredFile]:
+        """Forget branches of other signatures, the least recently used first, until `wanted` bytes are no longer referenced.
+
+        Whole branches go, and the pages only they needed; those of pinned agents stay. What can be removed is returned.
+        """
+        freed: list[StoredFile] = []
+        with self._transaction() as cursor:
+            oldest = cursor.execute(
+                "SELECT id, signature, parent FROM branches b WHERE signature != ? AND NOT EXISTS (SELECT 1 FROM agents a WHERE a.pinned"
+                " AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent) ORDER BY used",
+                (self.signature,),
+            ).fetchall()
+            for id, signature, parent in oldest:
+                if sum(f.file_bytes for f in freed) >= wanted:
+                    break
+                freed += [StoredFile(*f) for f in cursor.execute(f"SELECT {FILE} FROM segments WHERE branch = ?", (id,))]
+                cursor.execute("DELETE FROM segments WHERE branch = ?", (id,))
+                cursor.execute("DELETE FROM branches WHERE id = ?", (id,))
+                freed += self._forget_childless(cursor, signature, parent)
+        return freed
+
+    def _forget_childless(self, cursor: sqlite3.Cursor, signature: bytes, key: bytes) -> list[StoredFile]:
+        """A page nothing hangs from any more, and its ancestors as long as that is so."""
+        freed: list[StoredFile] = []
+        while True:
+            needed = "SELECT 1 FROM {} WHERE signature = ? AND parent = ? LIMIT 1"
+            if any(cursor.execute(needed.format(t), (signature, key)).fetchone() for t in ("pages", "branches")):
+                return freed
+            row = cursor.execute(f"SELECT parent, {FILE} FROM pages WHERE signature = ? AND key = ?", (signature, key)).fetchone()
+            if row is None:
+                return freed
+            cursor.execute("DELETE FROM pages WHERE signature = ? AND key = ?", (signature, key))
+            freed.append(StoredFile(*row[1:]))
+            key = row[0]
 
     def close(self) -> None:
         self._db.close()
 
 
 def file_columns(file: StoredFile) -> tuple[object, ...]:
-    return (file.name, file.first, file.rows, file.offset, file.size, file.checksum)
+    return (file.name, file.first, file.rows, file.offset, file.size, file.checksum, file.secret)
+
+
+def slots(count: int) -> str:
+    return ", ".join("?" * count)
