@@ -172,8 +172,9 @@ class Index:
         freed: list[StoredFile] = []
         with self._transaction() as cursor:
             oldest = cursor.execute(
-                "SELECT id, signature, parent, namespace, agent FROM branches b WHERE signature != ? AND NOT EXISTS (SELECT 1 FROM agents a WHERE a.pinned"
-                " AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent) ORDER BY used",
+                "SELECT id, signature, parent, namespace, agent FROM branches b WHERE signature != ? AND NOT EXISTS"
+                " (SELECT 1 FROM agents a WHERE a.pinned AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent)"
+                " ORDER BY used",
                 (self.signature,),
             ).fetchall()
             for id, signature, parent, *owner in oldest:
