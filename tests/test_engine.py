@@ -17,6 +17,7 @@ from rewake.backends.base import Batch, Output
 from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
+from rewake.store.crypto import Cipher
 from rewake.store.directory import Directory
 from rewake.store.files import Files
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
@@ -317,6 +318,38 @@ def test_saving_goes_on_after_a_full_disk_and_leaves_no_litter(harness: EngineHa
     assert harness.ask([*text, 1], "a").match.kind == "exact"
 
 
+class NeverTheSame(EchoBackend):
+    """Rows of the same tokens differ in bytes that nobody reads, as they do when prompts are cut elsewhere."""
+
+    def _row(self, slots: Any, position: int) -> Any:
+        row = super()._row(slots, position)
+        row[8] += 1
+        return row
+
+
+def test_a_page_that_was_computed_again_takes_the_place_of_the_one_on_disk(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path, NeverTheSame(64))
+    text = prompt(600)
+    harness.ask(text, "a")
+    before = {p.name for p in tmp_path.glob("pages/*/*")}
+    harness.evict_all()
+    harness.memory.residency.gate.pays = lambda *_: False  # type: ignore[method-assign]
+    assert harness.ask(text, "a").match.computed_tokens == 600
+    after = {p.name for p in tmp_path.glob("pages/*/*")}
+    assert len(after) == len(before) == 2 and not after & before
+    harness.restart()
+    assert harness.ask(text, "a").match.computed_tokens == 1
+    harness.close()
+
+
+def test_a_page_two_agents_compute_at_once_is_written_once(harness: EngineHarness) -> None:
+    text = prompt(PAGE_TOKENS)
+    pendings = [harness.submit([*text, 5 + i], f"a{i}") for i in range(4)]
+    assert all(p.result().saved for p in pendings)
+    store = harness.memory.ledger.store
+    assert store is not None and store.bytes_written == store.used
+
+
 @pytest.mark.parametrize("what", [".", "manifest.sqlite", "pages", "segments"])
 def test_a_deleted_directory_is_begun_anew_and_loses_only_what_was_deleted(harness: EngineHarness, what: str) -> None:
     """L5: what is in memory is saved again; what is said to be saved is."""
@@ -400,10 +433,11 @@ def test_another_signature_never_sees_the_pages(harness: EngineHarness) -> None:
     assert harness.ask(text, "a").match.kind == "exact"
 
 
-def test_a_random_day_is_answered_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cipher", [None, Cipher(bytes(32))], ids=["clear", "encrypted"])
+def test_a_random_day_is_answered_exactly(tmp_path: Path, cipher: Cipher | None) -> None:
     """W1, W2 and the books: agents extend, edit, regenerate, go, come back, and lose pages, under pressure."""
     rng = random.Random(7)
-    harness = EngineHarness(tmp_path, num_pages=24)
+    harness = EngineHarness(tmp_path, num_pages=24, cipher=cipher)
     talks: dict[str, list[int]] = {f"a{i}": prompt(rng.randrange(1, 900), seed=i % 3) for i in range(8)}
     for _ in range(60):
         names = rng.sample(sorted(talks), k=4)

@@ -92,7 +92,7 @@ class Resident:
 class Page(Resident):
     """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
 
-    `named`: somebody who says who they are has it in a transcript.
+    `saving`: a write of it is on its way. `named`: somebody who says who they are has it in a transcript.
     """
 
     key: bytes
@@ -102,6 +102,7 @@ class Page(Resident):
     file: StoredFile | None = None
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    saving: bool = False
     named: bool = False
 
     def path(self) -> list[Page]:
