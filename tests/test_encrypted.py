@@ -24,14 +24,21 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(2, 1000), k=length)
 
 
-def told(path: Path, tokens: list[int]) -> set[str]:
+def rows_in_memory(harness: EngineHarness) -> set[bytes]:
+    """A few rows of K, as the backend made them."""
+    arena = harness.memory.residency.arena
+    slots = [r.slot for r in harness.engine.call(lambda: list(harness.memory.tree.residents())).result() if r.slot is not None]
+    return {arena[at : at + 16].tobytes() for slot in slots for at in range(slot + 16, slot + 16 * 100, 160)}
+
+
+def told(path: Path, tokens: list[int], rows: set[bytes]) -> set[str]:
     """What the files of a directory tell somebody who can guess what to look for."""
     pieces = {i: tokens[i : i + 4] for i in range(0, len(tokens) - 4, 50)}
     ids = {array("i", piece).tobytes() for piece in pieces.values()}
     first_key = page_key(NAMESPACE, SIGNATURE, b"", to_tokens(tokens[:PAGE_TOKENS]))
     secrets = {
         "token ids": ids | {i.hex().encode() for i in ids} | {str(piece)[1:-1].encode() for piece in pieces.values()},
-        "rows": {struct.pack("<ii", tokens[i], i) for i in range(50, len(tokens), 50)},  # of K and V, as the backend makes them
+        "rows": rows,
         "turns": {struct.pack("<i", len(tokens) + 4)},
         "agent": {AGENT.encode()},
         "namespace": {NAMESPACE.encode()},
@@ -46,11 +53,12 @@ def test_nothing_that_was_said_stands_in_any_file(tmp_path: Path, cipher: Cipher
     harness = EngineHarness(tmp_path, cipher=cipher)
     text = prompt(700)
     harness.ask(text, AGENT, namespace=NAMESPACE)
-    running = told(tmp_path, text)
+    rows = rows_in_memory(harness)
+    running = told(tmp_path, text, rows)
     assert (tmp_path / "manifest.sqlite-wal").stat().st_size > 0
     harness.close()
     everything = {"token ids", "rows", "turns", "agent", "namespace", "page key"}
-    for found in (running, told(tmp_path, text)):
+    for found in (running, told(tmp_path, text, rows)):
         assert found == (set() if cipher else everything)
 
 
@@ -118,6 +126,17 @@ def test_a_page_computed_again_is_written_anew(tmp_path: Path) -> None:
     assert len(after) == len(before) == 2 and not after & before
     harness.restart()
     assert harness.ask(text, "a").match.computed_tokens == 1
+    harness.close()
+
+
+def test_a_page_two_agents_compute_at_once_is_written_once(tmp_path: Path) -> None:
+    """Under another key, it could not take its own place: for a moment, the manifest would have the old one."""
+    harness = EngineHarness(tmp_path, cipher=CIPHER)
+    text = prompt(PAGE_TOKENS)
+    pendings = [harness.submit([*text, 5 + i], f"a{i}") for i in range(4)]
+    assert all(p.result().saved for p in pendings)
+    store = harness.memory.ledger.store
+    assert store is not None and store.bytes_written == store.used
     harness.close()
 
 

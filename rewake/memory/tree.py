@@ -92,7 +92,7 @@ class Resident:
 class Page(Resident):
     """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
 
-    `saving`: a write of it is on its way. `named`: somebody who says who they are has it in a transcript.
+    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to the disk.
     """
 
     key: bytes
@@ -102,8 +102,8 @@ class Page(Resident):
     file: StoredFile | None = None
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
-    saving: bool = False
     named: bool = False
+    saving: bool = False
 
     def path(self) -> list[Page]:
         """The pages from the first to this one."""

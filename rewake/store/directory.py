@@ -123,7 +123,8 @@ class Directory:
         header = file_header(self.layout.with_rows(rows), about if self._cipher is None else {"encryption": ALGORITHM})
         self._check_room(len(header) + len(data))
         if not target.parent.is_dir():
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self.path, target.parent.parent, target.parent):  # `parents` would make some that others can read
+                folder.mkdir(mode=0o700, exist_ok=True)
             self._written_in |= {target.parent.parent, self.path}
         temporary = target.with_suffix(".tmp")
         body, check, secret = self._sealed(name, data, first, rows, about["namespace"])

@@ -205,17 +205,21 @@ class Index:
         freed: list[StoredFile] = []
         with self._transaction() as cursor:
             oldest = cursor.execute(
-                "SELECT id, signature, parent FROM branches b WHERE signature != ? AND NOT EXISTS (SELECT 1 FROM agents a WHERE a.pinned"
-                " AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent) ORDER BY used",
+                "SELECT id, signature, parent, namespace, agent FROM branches b WHERE signature != ? AND NOT EXISTS"
+                " (SELECT 1 FROM agents a WHERE a.pinned AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent)"
+                " ORDER BY used",
                 (self.signature,),
             ).fetchall()
-            for id, signature, parent in oldest:
+            for id, signature, parent, *owner in oldest:
                 if sum(f.file_bytes for f in freed) >= wanted:
                     break
                 freed += [StoredFile(*f) for f in cursor.execute(f"SELECT {FILE} FROM segments WHERE branch = ?", (id,))]
                 cursor.execute("DELETE FROM segments WHERE branch = ?", (id,))
                 cursor.execute("DELETE FROM branches WHERE id = ?", (id,))
                 freed += self._forget_childless(cursor, signature, parent)
+                of_owner = "signature = ? AND namespace = ? AND {} = ?"
+                if not cursor.execute(f"SELECT 1 FROM branches WHERE {of_owner.format('agent')}", (signature, *owner)).fetchone():
+                    cursor.execute(f"DELETE FROM agents WHERE {of_owner.format('name')}", (signature, *owner))
         if self._sealing is not None:
             self._empty_log()
         return freed
