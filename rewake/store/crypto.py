@@ -137,8 +137,11 @@ def authentic(what: str, opened: Callable[[], T]) -> T:
 
 def fields(*values: bytes | str | int) -> bytes:
     """Values as bytes that no other values have."""
-    parts = [v if isinstance(v, bytes) else str(v).encode() for v in values]
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    parts: list[bytes] = []
+    for value in values:
+        part = value if isinstance(value, bytes) else str(value).encode()
+        parts += (len(part).to_bytes(4, "little"), part)
+    return b"".join(parts)
 
 
 def name_bytes(name: str) -> bytes:

@@ -1,6 +1,7 @@
 """Records as an encrypted manifest has them: names, token ids and turns sealed, and bound to the rest of their row.
 
-A row whose parts were not written together is not believed. Keys, depths, sizes and times stay in clear.
+A row whose parts were not written together is not believed. Of its files it has the secrets, which stand for all else: a
+secret opens under its file's name and rows only, and the data under the secret. Keys, depths, sizes and times stay in clear.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rewake.errors import CorruptFile
-from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Snapshot, StoredFile
+from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Snapshot
 from rewake.store.crypto import Cipher, fields
 
 __all__ = ["Sealing"]
@@ -54,7 +55,7 @@ class Sealing:
         return replace(page, namespace=namespace, tokens=self._cipher.open(namespace, page.tokens, self._about_page(page)))
 
     def _about_page(self, page: PageRecord) -> bytes:
-        return fields("page", self._signature, page.key, page.parent, page.depth, *about_file(page.file))
+        return fields("page", self._signature, page.key, page.parent, page.depth, page.file.secret)
 
     def _seal_branch(self, branch: BranchRecord) -> BranchRecord:
         namespace, cipher = branch.namespace, self._cipher
@@ -77,7 +78,7 @@ class Sealing:
 
     def _about_branch(self, stored: BranchRecord) -> bytes:
         """Its segments too: one that is missing would move the rows of those behind it."""
-        segments = [fields(*about_file(s)) for s in sorted(stored.segments, key=lambda s: s.first)]
+        segments = (s.secret for s in sorted(stored.segments, key=lambda s: s.first))
         return fields("branch", self._signature, stored.id, stored.agent or "", stored.parent, *segments)
 
     def _seal_agent(self, agent: AgentRecord) -> AgentRecord:
@@ -87,10 +88,6 @@ class Sealing:
     def _open_agent(self, stored: AgentRecord) -> AgentRecord:
         namespace = self._cipher.open_namespace(stored.namespace)
         return replace(stored, namespace=namespace, name=self._cipher.open_name(namespace, stored.name))
-
-
-def about_file(file: StoredFile) -> tuple[bytes | str | int, ...]:
-    return file.name, file.first, file.rows, file.offset, file.size, file.checksum, file.secret
 
 
 def sorted_out(stored: Iterable[Record], opened: Callable[[Record], Record]) -> tuple[tuple[Record, ...], list[Record]]:
