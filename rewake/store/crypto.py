@@ -161,7 +161,7 @@ def to_text(sealed: bytes) -> str:
 
 def find_key(environment: Mapping[str, str], file: Path, *, create: bool) -> bytes:
     """The key in REWAKE_KEY, else in `file`; a new one in there if there is none and it may be made. Raises ConfigError."""
-    if text := environment.get(VARIABLE):
+    if (text := environment.get(VARIABLE)) is not None:  # an empty one is a mistake, and no wish for a new key
         return parse_key(text, VARIABLE)
     if not file.exists():
         if not create:

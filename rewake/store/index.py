@@ -244,7 +244,9 @@ class Index:
 
 def refusal(found: tuple[bytes] | None, proof: bytes) -> str:
     """Why a directory of the proof `found` is not opened with a key of `proof`, and what to do."""
-    if found is None or found == (b"",):
+    if found is None:
+        return "does not say whether its memories are encrypted: move it away to start anew"
+    if found == (b"",):
         return "holds memories that are not encrypted: start without --encrypt, or choose another --data"
     if not proof:
         return "holds encrypted memories: start with --encrypt, and with their key"

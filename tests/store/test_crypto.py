@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import os
 import secrets
 import shutil
@@ -18,6 +20,7 @@ from safetensors import safe_open
 
 from rewake.config import Config
 from rewake.errors import ConfigError, CorruptFile, StoreError
+from rewake.memory.tree import page_key, to_tokens
 from rewake.quant import PAGE_TOKENS
 from rewake.service import open_store
 from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, StoredFile
@@ -106,6 +109,17 @@ def test_one_namespace_does_not_open_anothers_records() -> None:
 
 def test_fields_of_different_values_differ() -> None:
     assert len({fields("a", "bc"), fields("ab", "c"), fields("abc"), fields("abc", ""), fields(1, 23), fields(12, 3)}) == 6
+
+
+def test_page_keys_are_plain_hashes_without_a_secret_and_hmacs_with_one() -> None:
+    def field(tag: bytes, value: bytes) -> bytes:
+        return tag + len(value).to_bytes(8, "little") + value
+
+    tokens = to_tokens([1, 2, 3])
+    values = {b"ns": b"space", b"sig": b"signature", b"grp": bytes(4), b"par": b"parent", b"tok": tokens.tobytes()}
+    content = b"".join(field(tag, value) for tag, value in values.items())
+    assert page_key("space", b"signature", b"parent", tokens) == hashlib.sha256(content).digest()
+    assert page_key("space", b"signature", b"parent", tokens, secret=b"s") == hmac.digest(b"s", content, "sha256")
 
 
 # ---- files
@@ -250,6 +264,16 @@ def test_clear_and_encrypted_are_never_mixed(tmp_path: Path, first: Cipher | Non
     store.close()
 
 
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["clear", "encrypted"])
+def test_a_manifest_that_does_not_say_which_is_refused(tmp_path: Path, cipher: Cipher | None) -> None:
+    directory(tmp_path, cipher=cipher).close()
+    with closing(sqlite3.connect(tmp_path / "manifest.sqlite", isolation_level=None)) as db:
+        db.execute("DELETE FROM encryption")
+    for then in (None, CIPHER):
+        with pytest.raises(StoreError, match="move it away"):
+            directory(tmp_path, cipher=then)
+
+
 def test_a_manifest_of_an_older_format_is_a_clear_one(tmp_path: Path) -> None:
     store = directory(tmp_path)
     record = page(store, b"k" * 32, 1)
@@ -357,11 +381,11 @@ def test_a_key_is_hex_or_base64(tmp_path: Path, text: str) -> None:
     assert find_key({}, tmp_path / "key", create=False) == key
 
 
-@pytest.mark.parametrize("text", ["hunter2", "00" * 31, "zz" * 32, "00" * 33, "é" * 64])
+@pytest.mark.parametrize("text", ["", "hunter2", "00" * 31, "zz" * 32, "00" * 33, "é" * 64])
 def test_what_is_no_key_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="REWAKE_KEY is not a key: it must be 32 bytes") as caught:
         find_key({"REWAKE_KEY": text}, tmp_path / "key", create=True)
-    assert text not in str(caught.value)
+    assert not text or text not in str(caught.value)
     (tmp_path / "key").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="is not a key"):
         find_key({}, tmp_path / "key", create=True)
