@@ -276,8 +276,7 @@ class Ledger:
             return
         if isinstance(resident, Branch):
             if resident.saved_rows < resident.num_rows:
-                resident.tokens = resident.tokens[: resident.saved_rows]
-                resident.num_rows = resident.saved_rows
+                cut_to_saved(resident)
             if is_nothing(resident):
                 self.forget_branches([resident])
         elif resident.file is None:
@@ -414,7 +413,14 @@ class Ledger:
                 else:
                     resident.segments, resident.saved = [], None
         for page in residents:
-            if isinstance(page, Page) and not page.files and page.slot is None and not page.forgotten and not page.refs:
+            if (
+                isinstance(page, Page)
+                and not page.files
+                and page not in self.residency.loading
+                and page.slot is None
+                and not page.forgotten
+                and not page.refs
+            ):
                 self._cut(page)
         pages = [page_record(r) for r in self.tree.residents() if isinstance(r, Page) and r.file is not None]
         self.writer.submit(Amend(Commit(pages=tuple(pages)), (), lambda _: None))
@@ -422,7 +428,7 @@ class Ledger:
             self.save_agent(agent, lambda _: None)
             for branch in [b for b in agent.branches if not b.running]:
                 if branch.slot is None and branch.saved_rows < branch.num_rows:
-                    branch.tokens, branch.num_rows = branch.tokens[: branch.saved_rows], branch.saved_rows
+                    cut_to_saved(branch)
                 branch.running = True
                 self.save_turn(branch, lambda _: None)
 
@@ -483,10 +489,17 @@ def note_named(branch: Branch) -> None:
 
 def empty(branch: Branch) -> None:
     """Its rows are gone, in memory and, once that is committed, on disk."""
-    branch.segments, branch.tokens, branch.num_rows = [], to_tokens(), 0
+    branch.segments = []
+    cut_to_saved(branch)
+    branch.note_saved()
+
+
+def cut_to_saved(branch: Branch) -> None:
+    """Rows that are only in memory are lost."""
+    branch.num_rows = branch.saved_rows
+    branch.tokens = branch.tokens[: branch.num_rows]
     length = branch.num_tokens
     branch.turns = array(TOKEN, (t for t in branch.turns if t <= length))
-    branch.note_saved()
 
 
 def is_nothing(branch: Branch) -> bool:

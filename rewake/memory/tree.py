@@ -227,8 +227,8 @@ class PrefixTree:
         self.agents: dict[tuple[str, str | None], Agent] = {}
 
     def agent(self, namespace: str, name: str | None) -> Agent:
-        """The agent of that name; a new one if there is none."""
-        return self.agents.setdefault((namespace, name), Agent(secrets.token_hex(16), namespace, name))
+        """The agent of that name, or a new one, which is not known before it has a branch."""
+        return self.agents.get((namespace, name)) or Agent(secrets.token_hex(16), namespace, name)
 
     def root(self, namespace: str) -> Page:
         return self.roots.setdefault(namespace, Page(b"", namespace, None, to_tokens()))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -248,15 +249,21 @@ class Directory:
     def _collect_garbage(self) -> None:
         """Remove what a crash between data and manifest left; name what is not ours, and leave it."""
         known = self._index.file_names()
-        for folder in FOLDERS:
-            for path in sorted((self.path / folder).glob("*/*")):
-                name = path.relative_to(self.path).as_posix()
-                if name in known:
-                    continue
-                if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._index.is_new:
-                    path.unlink()
-                else:
-                    log.warning("%s is in no manifest: left alone, and not used", path)
+        for name in self._files_in(*FOLDERS):
+            if name in known:
+                continue
+            path = self.path / name
+            if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._index.is_new:
+                path.unlink()
+            else:
+                log.warning("%s is in no manifest: left alone, and not used", path)
+
+    def _files_in(self, *folders: str) -> Iterator[str]:
+        """Names of all files two levels down, as the manifest has them; pathlib would take half a second for 20,000."""
+        for folder in folders:
+            for shard in os.scandir(self.path / folder) if (self.path / folder).is_dir() else ():
+                for file in os.scandir(shard.path) if shard.is_dir() else ():
+                    yield f"{folder}/{shard.name}/{file.name}"
 
     def close(self) -> None:
         self._index.close()

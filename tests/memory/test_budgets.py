@@ -214,3 +214,58 @@ def test_a_disk_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None:
         pending = harness.ask([*text, 1], name)
         assert pending.match.computed_tokens == 1 and pending.tokens == expected_answer([*text, 1], 4)
     harness.close()
+
+
+def test_tokens_flow_while_the_disk_stands_still(tmp_path: Path) -> None:
+    """D2: nothing that decodes waits for a write; only the end of an answer does."""
+    files, go = StoppedFiles(), threading.Event()
+    files.go = go
+    harness = EngineHarness(tmp_path, files=files)
+    pending = harness.submit(prompt(200), "a", max_tokens=700)
+    for _ in range(400):
+        time.sleep(0.05)
+        if len(pending.tokens) == 700:
+            break
+    assert len(pending.tokens) == 700 and pending.tokens == expected_answer(prompt(200), 700)
+    go.set()
+    assert pending.result().saved
+    harness.close()
+
+
+class StoppedFiles(Files):
+    go: threading.Event
+
+    def sync(self, fd: int) -> None:
+        assert self.go.wait(30)
+
+
+def test_bytes_written_grow_with_the_turn_and_not_with_the_context(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1: each row is written with its turn, and once more with its page."""
+    text = talk(harness, "a", 4096)
+    write, rows = Directory.write, []
+    monkeypatch.setattr(Directory, "write", lambda self, *args: (rows.append(args[3]), write(self, *args))[1])
+    for turn in range(50):
+        text += prompt(96, seed=turn)
+        pending = harness.ask(text, "a", max_tokens=4)
+        text += pending.tokens
+    assert 5000 * 0.95 <= sum(rows) <= 5000 * 2
+
+
+def test_nothing_of_a_page_is_read_to_be_ready(tmp_path: Path) -> None:
+    """L6."""
+    harness = EngineHarness(tmp_path)
+    texts = {f"a{i}": talk(harness, f"a{i}", 300 + i) for i in range(30)}
+    harness.files = unreadable = UnreadableFiles()
+    harness.restart()
+    listed = {a.agent: a.tokens for a in harness.engine.call(lambda: harness.memory.agents.list("default")).result(10)}
+    assert listed == {name: len(text) for name, text in texts.items()}
+    assert unreadable.num_reads == 0
+    harness.close()
+
+
+class UnreadableFiles(Files):
+    num_reads = 0
+
+    def read(self, path: Path, offset: int, into: memoryview) -> int:
+        self.num_reads += 1
+        raise OSError(5, os.strerror(5))
