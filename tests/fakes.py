@@ -20,6 +20,7 @@ from rewake.engine import Engine
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Match, Request, Sampling
 from rewake.spec import CacheGroup, ModelCacheSpec
+from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
 
@@ -124,6 +125,7 @@ class EngineHarness:
         signature: bytes = SIGNATURE,
         max_running: int = 16,
         always_load: bool = True,
+        cipher: Cipher | None = None,
         disk: int = UNLIMITED,
         files: Files | None = None,
         **engine: Any,
@@ -131,6 +133,7 @@ class EngineHarness:
         self.data = data
         self.signature = signature
         self.num_pages = num_pages
+        self.cipher = cipher
         self.always_load = always_load  # this backend computes faster than any disk reads
         self.disk = disk
         self.files = files
@@ -141,7 +144,7 @@ class EngineHarness:
     def start(self, backend: Backend) -> None:
         self.backend: Any = backend
         store = (
-            Directory(self.data, self.signature, backend.layout, budget=self.disk, free_floor=0, files=self.files)
+            Directory(self.data, self.signature, backend.layout, budget=self.disk, free_floor=0, files=self.files, cipher=self.cipher)
             if self.data is not None
             else None
         )

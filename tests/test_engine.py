@@ -17,6 +17,7 @@ from rewake.backends.base import Batch, Output
 from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
+from rewake.store.crypto import Cipher
 from rewake.store.directory import Directory
 from rewake.store.files import Files
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
@@ -406,10 +407,11 @@ def test_another_signature_never_sees_the_pages(harness: EngineHarness) -> None:
     assert harness.ask(text, "a").match.kind == "exact"
 
 
-def test_a_random_day_is_answered_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cipher", [None, Cipher(bytes(32))], ids=["clear", "encrypted"])
+def test_a_random_day_is_answered_exactly(tmp_path: Path, cipher: Cipher | None) -> None:
     """W1, W2 and the books: agents extend, edit, regenerate, go, come back, and lose pages, under pressure."""
     rng = random.Random(7)
-    harness = EngineHarness(tmp_path, num_pages=24)
+    harness = EngineHarness(tmp_path, num_pages=24, cipher=cipher)
     talks: dict[str, list[int]] = {f"a{i}": prompt(rng.randrange(1, 900), seed=i % 3) for i in range(8)}
     for _ in range(60):
         names = rng.sample(sorted(talks), k=4)

@@ -39,7 +39,7 @@ class Ledger:
     def __init__(self, arena: Arena, layout: PageLayout, signature: bytes, store: Store | None, post: Post, trace: Trace | None) -> None:
         self.layout = layout
         self.store = store
-        self.tree = PrefixTree(signature)
+        self.tree = PrefixTree(signature, store.page_secret if store is not None else b"")
         self.residency = Residency(arena, layout, store, post, self._cost, self._evicted)
         self.writer = Writer(store, post, self._store_lost) if store is not None else None
         self.trace = trace or (lambda *_: None)
@@ -191,6 +191,7 @@ class Ledger:
             return True
         page.slot = slot
         old = page.file
+        # an encrypted file's checksum is a tag, and never equal: written anew
         if old is not None and old.checksum != checksum(self.residency.bytes_of(slot).data):
             page.file = None
             self.save_page(branch, page, old)
