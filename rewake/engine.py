@@ -1,7 +1,7 @@
 """The engine: one thread that admits requests, computes steps, and hands out what comes of them.
 
     receive     requests, cancellations, finished loads and saves: functions other threads posted
-    admit       match, reserve, load (memory.agents); a request joins at any step
+    admit       match, reserve, load (memory.memory); a request joins at any step
     schedule    plan() decides what the step computes
     forward     one ragged batch through the model; attention reads the coded pages
     append      new rows are in the pages: full pages settle, tokens go out
@@ -13,21 +13,22 @@ Everything it owns is touched by its thread alone. Knows no HTTP, no text and no
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
-from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
+from rewake.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
 from rewake.memory.ledger import Trace
 from rewake.memory.memory import AgentMemory
+from rewake.memory.tree import OWN_BRANCH, common_length
 from rewake.request import Done, Failed, FinishReason, Generated, Request
-from rewake.scheduler import Need, Part, plan
+from rewake.scheduler import Need, admission_order, plan
 from rewake.sequence import Sequence
 from rewake.store.base import Store
 
@@ -36,7 +37,10 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MOST_WAITING = 1000  # requests in the queue before new ones are turned away
+MOST_LOOKED_AT = 64  # waiting requests that are considered in one step
+MOST_OVERTAKEN = 32  # how often later requests may be admitted before one for which there is no room yet
+SHORT_WAIT = 0.25  # of a step's time, for pages that are nearly there: rather than computing a whole step without them
+MOST_BEGINNINGS, WITHIN = 3, 60.0  # how often the engine begins again, in how many seconds, before it stays down
 StepTrace = Callable[[Batch, Output], None]
 
 
@@ -51,6 +55,7 @@ class Engine:
         *,
         context: int = 0,
         max_running: int = 16,
+        max_waiting: int = 256,
         chunk: int = 512,
         trace: Trace | None = None,
         step_trace: StepTrace | None = None,
@@ -59,19 +64,36 @@ class Engine:
         self.backend = backend
         self.context = min(context or backend.spec.max_positions, backend.spec.max_positions)
         self.max_running = max_running
+        self.max_waiting = max_waiting
         self.chunk = chunk
+        self._signature = signature
+        self._store = store
+        self._trace = trace
+        self._step_trace = step_trace or (lambda *_: None)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # before the memory: what it forgets at once is posted
-        self.memory = AgentMemory(backend.arena, backend.layout, signature, store, self.post, trace)
-        self.waiting: deque[Request] = deque()
+        self._cancelled: set[str] = set()
+        self._stopping = False
+        self._drain_until = math.inf
+        self._failure: BaseException | None = None
+        self._beginnings: list[float] = []
+        self._clock = 0  # prompt tokens computed
+        self._step_seconds = 0.0
+        self._begin()
+        self._thread = threading.Thread(target=self._run, name="rewake-engine", daemon=True)
+
+    def _begin(self) -> None:
+        """Nothing is at work, and the memory is what the store has."""
+        number = len(self._beginnings)
+
+        def post(function: Callable[[], None]) -> None:
+            self.post(lambda: function() if len(self._beginnings) == number else None)  # not for the memory before
+
+        self.memory = AgentMemory(self.backend.arena, self.backend.layout, self._signature, self._store, post, self._trace)
+        self.waiting: list[Request] = []
         self.opening: dict[str, Request] = {}
         self.running: list[Sequence] = []
         self.closing: list[Request] = []
-        self._store = store
-        self._step_trace = step_trace or (lambda *_: None)
-        self._cancelled: set[str] = set()
-        self._stopping = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rewake-engine", daemon=True)
+        self._overtaken: dict[str, int] = {}
 
     # ---- for other threads
 
@@ -82,14 +104,16 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; what becomes of it goes to `request.emit`. Raises RequestError if it cannot be taken."""
         self._check(request)
-        if len(self.waiting) >= MOST_WAITING:
-            raise Overloaded(f"{len(self.waiting)} requests are waiting already")
+        num_waiting = len(self.waiting) + self._inbox.qsize()  # with what has come since the step began
+        if num_waiting >= self.max_waiting:
+            retry_after = 1 + num_waiting // self.max_running
+            raise Overloaded(f"{num_waiting} requests are waiting already (--max-waiting)", retry_after=retry_after)
         self.post(lambda: self.waiting.append(request))
 
     def _check(self, request: Request) -> None:
         """Refuse, before any work, what cannot be answered."""
-        if self._stopping or not self.is_alive:
-            raise ShuttingDown("the server is shutting down" if self._failure is None else "the engine has failed: see the log")
+        if (reason := self.why_not_ready) is not None:
+            raise ShuttingDown(reason)
         if not request.prompt:
             raise InvalidRequest("the prompt is empty", param="messages")
         if len(request.prompt) + request.max_tokens > self.context:
@@ -129,9 +153,24 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def begin_stop(self) -> None:
-        """Take no more requests and cancel what runs, keeping what it has computed; does not wait."""
-        self.post(self._stop)
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why no request is taken now; None if they are."""
+        if self._failure is not None or not self.is_alive:
+            return "the engine has failed: see the log"
+        return "the server is shutting down" if self._stopping else None
+
+    def begin_stop(self, drain_seconds: float = 0.0) -> None:
+        """Take no more requests; those at work have `drain_seconds`, then they are cancelled, keeping what they have computed.
+
+        Does not wait.
+        """
+
+        def stop() -> None:
+            self._stopping = True
+            self._drain_until = min(self._drain_until, time.monotonic() + drain_seconds)
+
+        self.post(stop)
 
     def stop(self) -> None:
         """As `begin_stop`, then wait until all is saved and the thread has ended."""
@@ -141,24 +180,41 @@ class Engine:
         if self._store is not None:
             self._store.close()
 
-    def _stop(self) -> None:
-        self._stopping = True
-        self._cancelled |= {r.id for r in self.waiting} | set(self.opening) | {s.request.id for s in self.running}
-
     # ---- the thread
 
     def _run(self) -> None:
-        try:
-            computed = False
-            while not (self._stopping and self.is_idle):
-                computed = self.step(wait=not computed)
-        except BaseException as error:  # the edge of the thread: everybody who waits must be told
-            log.exception("the engine has failed")
-            self._failure = error
-            while not self._inbox.empty():  # requests that came meanwhile
+        while True:
+            try:
+                computed = False
+                while not (self._stopping and self.is_idle):
+                    computed = self.step(wait=not computed)
+                return
+            except BaseException as error:  # the edge of the thread: everybody who waits must be told
+                log.exception("the engine has failed")
+                self._answer_all(InternalError("the engine has failed: see the log"))
+                if not self._begin_again():
+                    self._failure = error
+                    return
+
+    def _answer_all(self, error: InternalError) -> None:
+        while not self._inbox.empty():  # requests that came meanwhile
+            with suppress(Exception):  # of a memory that is no longer sound
                 self._inbox.get()()
-            for request in (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing):
-                request.emit(Failed(InternalError("the engine has failed: see the log")))
+        for request in (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing):
+            self.backend.forget_sampler(request.id)
+            request.emit(Failed(error))
+
+    def _begin_again(self) -> bool:
+        """Start from what is on disk, as after a crash; False if that has been done too often."""
+        now = time.monotonic()
+        if sum(now - at < WITHIN for at in self._beginnings) >= MOST_BEGINNINGS:
+            log.error("the engine has failed %d times in a minute: it stays down", MOST_BEGINNINGS + 1)
+            return False
+        self.memory.ledger.close()
+        self._beginnings.append(now)
+        self._begin()
+        log.warning("the engine goes on with what is on disk")
+        return True
 
     @property
     def is_idle(self) -> bool:
@@ -169,72 +225,143 @@ class Engine:
         self._receive(wait)
         self._drop_cancelled()
         self._admit()
-        self.memory.agents.expire_now_and_then()
-        # tokens go on while the disk is behind; prompts, whose pages would have to wait for it, do not
-        chunk = 0 if self.memory.ledger.is_backed_up else self.chunk
-        parts = plan([Need(s.next_position, s.num_pending) for s in self.running], chunk)
-        if not parts:
-            return False
-        batch = self._batch(parts)
-        started = time.perf_counter()
-        try:
-            output = self.backend.forward(batch)
-        except Exception:
-            log.exception("a step has failed: its requests are answered with an error")
-            self._fail([self.running[part.index] for part in parts])
-            return True
-        self.memory.note_computed(sum(p.num_tokens for p in parts), time.perf_counter() - started)
-        self._step_trace(batch, output)
-        self._append(parts, batch, output)
-        return True
+        self._wait_for_short_loads()
+        work = self._schedule()
+        if work:
+            self._compute(work)
+        return bool(work)
 
     def _receive(self, wait: bool) -> None:
-        """Run what was posted; sleep until there is something (or an agent expires), if nothing else is left to do."""
+        """Run what was posted; if nothing else is left to do, sleep until there is something, or somebody's time is over."""
+        expiry = self.memory.agents.expire_now_and_then()
         if wait:
-            with suppress(queue.Empty):
-                self._inbox.get(timeout=self.memory.agents.expire())()
+            now = time.monotonic()
+            self._run_posted(min([expiry, *(at - now for at in self._deadlines() if at > now)]))
         while not self._inbox.empty():
             self._inbox.get()()
 
+    def _run_posted(self, timeout: float) -> None:
+        with suppress(queue.Empty):
+            self._inbox.get(timeout=None if timeout == math.inf else max(0.0, timeout))()
+
+    def _deadlines(self) -> Iterable[float]:
+        at_work = (*self.waiting, *self.opening.values(), *(s.request for s in self.running))
+        return [r.deadline for r in at_work if r.deadline is not None] + [self._drain_until]
+
     def _drop_cancelled(self) -> None:
-        for sequence in [s for s in self.running if s.request.id in self._cancelled]:
-            self._close(sequence, "cancelled")
-        for request in [r for r in self.waiting if r.id in self._cancelled]:
-            self.waiting.remove(request)
-            request.emit(Failed(ShuttingDown("the request was cancelled before it began")))
+        """What was cancelled, and whose time is over; when the server has waited long enough to go, everybody's is."""
+        now = time.monotonic()
+        gone = self._cancelled if now < self._drain_until else {r.id for r in (*self.waiting, *(s.request for s in self.running))}
+        for sequence in list(self.running):
+            if sequence.request.id in gone:
+                self._close(sequence, "cancelled")
+            elif (sequence.request.deadline or math.inf) <= now:
+                self._end(sequence, lambda _: Failed(DeadlineExceeded("its deadline has passed; what was computed is remembered")))
+        for request in list(self.waiting):
+            if request.id in gone:
+                self._turn_away(request, ShuttingDown("the request was cancelled before it began"))
+            elif (request.deadline or math.inf) <= now:
+                self._turn_away(request, DeadlineExceeded("its deadline has passed before it began"))
         self._cancelled &= set(self.opening)
 
+    def _turn_away(self, request: Request, error: ShuttingDown | DeadlineExceeded) -> None:
+        self.waiting.remove(request)
+        self._overtaken.pop(request.id, None)
+        request.emit(Failed(error))
+
+    # ---- admitting
+
     def _admit(self) -> None:
-        """Open waiting requests in their order, one at a time for each agent, as long as there is room."""
+        """Open waiting requests: namespaces in turn, one at a time for each agent, as long as there is room."""
         at_work = [*self.closing, *(s.request for s in self.memory.open_sequences)]
         busy = {(request.namespace, request.agent) for request in at_work}
-        for request in list(self.waiting):
+        order = admission_order([r.namespace for r in self.waiting], [r.namespace for r in at_work])
+        for request in [self.waiting[i] for i in order[:MOST_LOOKED_AT]]:
             if len(self.memory.open_sequences) >= self.max_running:
                 return
             who = (request.namespace, request.agent)
-            if request.agent is not None and who in busy:
+            if (request.agent is not None and who in busy) or self._is_led(request):
+                busy.add(who)  # in order: what comes after it waits, too
                 continue
-            self.opening[request.id] = request
-            self.waiting.remove(request)
-            if not self.memory.open(request, lambda sequence, request=request: self._opened(request, sequence)):  # type: ignore[misc]
-                del self.opening[request.id]
-                self.waiting.appendleft(request)
+            if self._open(request):
+                busy.add(who)
+            elif self._must_not_be_overtaken(request):
                 return
-            busy.add(who)
+
+    def _open(self, request: Request) -> bool:
+        self.waiting.remove(request)
+        self.opening[request.id] = request
+        if self.memory.open(request, lambda sequence: self._opened(request, sequence)):
+            self._overtaken.pop(request.id, None)
+            return True
+        del self.opening[request.id]
+        self.waiting.insert(0, request)
+        return False
+
+    def _must_not_be_overtaken(self, request: Request) -> bool:
+        """There is no room for it yet. Smaller ones may go before it, but not for ever."""
+        self._overtaken[request.id] = self._overtaken.get(request.id, 0) + 1
+        return self._overtaken[request.id] > MOST_OVERTAKEN
+
+    def _is_led(self, request: Request) -> bool:
+        """Whether somebody is computing what this prompt begins with: then it waits for that instead of computing it, too."""
+        for leader in self.memory.open_sequences:
+            if leader.request.namespace == request.namespace and leader.is_prefilling:
+                known = max(leader.num_stored, leader.match.reused_tokens)
+                if common_length(leader.request.prompt, request.prompt) - known > OWN_BRANCH:
+                    return True
+        return False
 
     def _opened(self, request: Request, sequence: Sequence | None) -> None:
         del self.opening[request.id]
         if sequence is None:  # a file was damaged: match again
-            self.waiting.appendleft(request)
+            self.waiting.insert(0, request)
         else:
+            sequence.rank = self._clock + sequence.num_pending
             self.running.append(sequence)
 
-    def _batch(self, parts: tuple[Part, ...]) -> Batch:
+    def _wait_for_short_loads(self) -> None:
+        """Pages that are nearly there are worth a moment: without them, their sequence would wait for a whole step of the others."""
+        until = time.monotonic() + min(SHORT_WAIT * self._step_seconds, 2 * self.memory.seconds_to_load())
+        while self.opening and self.running and (left := until - time.monotonic()) > 0:
+            self._run_posted(left)
+
+    # ---- computing
+
+    def _schedule(self) -> list[tuple[Sequence, int]]:
+        """Who computes how many tokens in this step."""
+        # tokens go on while the disk is behind; prompts, whose pages would have to wait for it, do not
+        chunk = 0 if self.memory.ledger.is_backed_up else self.chunk
+        needs = [Need(s.next_position, s.num_pending, s.rank, s.request.namespace) for s in self.running]
+        return [(self.running[part.index], part.num_tokens) for part in plan(needs, chunk)]
+
+    def _compute(self, work: list[tuple[Sequence, int]]) -> None:
+        """One forward. If it fails, its halves are tried alone, so that only those fail that must."""
+        batch = self._batch(work)
+        started = time.perf_counter()
+        try:
+            output = self.backend.forward(batch)
+        except Exception:
+            log.exception("a step of %d sequences has failed", len(work))
+            if len(work) == 1:
+                self._fail(work[0][0])
+                return
+            middle = len(work) // 2
+            self._compute(work[:middle])
+            self._compute(work[middle:])
+            return
+        self._step_seconds = time.perf_counter() - started
+        num_tokens = sum(n for _, n in work)
+        self._clock += sum(n for s, n in work if s.is_prefilling)
+        self.memory.note_computed(num_tokens, self._step_seconds)
+        self._step_trace(batch, output)
+        self._append(batch, output, [sequence for sequence, _ in work])
+
+    def _batch(self, work: list[tuple[Sequence, int]]) -> Batch:
         rows = []
-        for part in parts:
-            sequence = self.running[part.index]
+        for sequence, num_tokens in work:
             start = sequence.next_position
-            end = start + part.num_tokens
+            end = start + num_tokens
             self.memory.grow(sequence, end)
             rows.append(
                 Row(
@@ -249,10 +376,9 @@ class Engine:
             )
         return Batch(tuple(rows))
 
-    def _append(self, parts: tuple[Part, ...], batch: Batch, output: Output) -> None:
+    def _append(self, batch: Batch, output: Output, sequences: list[Sequence]) -> None:
         """The rows are in the pages: settle what is full, and go on with what was sampled."""
         sampled = iter(output.tokens)
-        sequences = [self.running[part.index] for part in parts]
         for sequence, row in zip(sequences, batch.rows, strict=True):
             self.memory.advance(sequence, row.end)
             if row.sampling is not None:
@@ -268,17 +394,18 @@ class Engine:
         if sequence.num_generated >= sequence.request.max_tokens:
             self._close(sequence, "length")
 
-    def _fail(self, sequences: list[Sequence]) -> None:
+    # ---- ending
+
+    def _fail(self, sequence: Sequence) -> None:
         """Rows a failed step may have written lie behind what is recorded: nobody attends to them."""
-        for sequence in sequences:
-            error = Failed(InternalError("the step that computed this request has failed: see the server's log"))
-            self._end(sequence, lambda _, error=error: error, is_turn=False)  # type: ignore[misc]
+        error = InternalError("the step that computed this request has failed: see the server's log")
+        self._end(sequence, lambda _: Failed(error))
 
     def _close(self, sequence: Sequence, reason: FinishReason) -> None:
         is_turn = reason != "cancelled"
         self._end(sequence, lambda saved: Done(reason, sequence.match, sequence.num_generated, saved), is_turn=is_turn)
 
-    def _end(self, sequence: Sequence, event: Callable[[bool], Done | Failed], *, is_turn: bool) -> None:
+    def _end(self, sequence: Sequence, event: Callable[[bool], Done | Failed], *, is_turn: bool = False) -> None:
         """Remember what was computed; the event goes out when it is known whether that is saved."""
         self.running.remove(sequence)
         self.backend.forget_sampler(sequence.request.id)

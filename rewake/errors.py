@@ -13,6 +13,7 @@
         │   └── ContextLengthExceeded
         ├── NotFound            no such model or agent
         ├── Conflict            the agent is busy
+        ├── DeadlineExceeded    the time its client gave it is over; what was computed is kept
         ├── Overloaded          the queue is full: try again later
         ├── ShuttingDown        the server is on its way out
         └── InternalError       our fault
@@ -27,6 +28,7 @@ __all__ = [
     "Conflict",
     "ContextLengthExceeded",
     "CorruptFile",
+    "DeadlineExceeded",
     "DirectoryLocked",
     "DiskFull",
     "InternalError",
@@ -115,11 +117,23 @@ class Conflict(RequestError):
     kind = "conflict_error"
 
 
+class DeadlineExceeded(RequestError):
+    """The time its client gave a request is over."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
 class Overloaded(RequestError):
-    """The queue is full."""
+    """The queue is full, or there is no room; `retry_after` seconds from now it may be otherwise."""
 
     status = 429
     kind = "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ShuttingDown(RequestError):

@@ -36,6 +36,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     namespace: str = "default"
     agent: str | None = None
+    deadline: float | None = None  # time.monotonic() at which it is given up
 
 
 @dataclass(frozen=True)

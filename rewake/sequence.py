@@ -28,6 +28,7 @@ class Sequence:
     num_reserved: int
     spare_slots: list[int] = field(default_factory=list)
     num_generated: int = 0
+    rank: int = 0  # see scheduler.Need
 
     @property
     def next_position(self) -> int:
@@ -37,6 +38,11 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.next_position
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether no token has been generated yet."""
+        return self.num_generated == 0
 
     @property
     def page_start(self) -> int:

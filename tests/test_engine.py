@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rewake.backends.base import Batch, Output
-from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError, ShuttingDown
+from rewake.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
 from rewake.store.crypto import Cipher
@@ -145,15 +145,135 @@ def test_a_call_that_fails_fails_its_caller_only(harness: EngineHarness) -> None
     assert harness.ask(prompt(5)).tokens == expected_answer(prompt(5), 4)
 
 
-def test_a_dead_engine_answers_everybody(tmp_path: Path) -> None:
-    harness = EngineHarness(tmp_path)
+def test_an_engine_that_fails_answers_everybody_and_goes_on_with_what_is_on_disk(harness: EngineHarness) -> None:
+    text = prompt(600)
+    harness.ask(text, "a")
+    ahead = harness.submit(prompt(700, seed=5), "b", max_tokens=500)
+    ahead.first_token.wait(10)
     harness.backend.before_step = lambda batch: (_ for _ in ()).throw(SystemExit)
     pendings = [harness.submit(prompt(10, seed=i), f"a{i % 2}") for i in range(4)]
-    for pending in pendings:
-        with pytest.raises(InternalError):
+    for pending in (ahead, *pendings):
+        with suppress(InternalError):
             pending.result(10)
+    harness.backend.before_step = lambda batch: None
+    again = harness.ask([*text, 7], "a")
+    assert again.tokens == expected_answer([*text, 7], 4)
+    assert again.match.computed_tokens == 1 and again.match.loaded_tokens == 600
+    assert harness.ask(prompt(700, seed=5), "b").match.reused_tokens == 512, "what it had computed is still there"
+
+
+def test_an_engine_that_keeps_failing_stays_down_and_says_so(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path)
+    harness.backend.before_step = lambda batch: (_ for _ in ()).throw(SystemExit)
+    for i in range(4):
+        assert harness.engine.why_not_ready is None
+        with pytest.raises(InternalError):
+            harness.submit(prompt(10, seed=i)).result(10)
+        time.sleep(0.2)
+    assert harness.engine.why_not_ready == "the engine has failed: see the log"
     with pytest.raises(ShuttingDown):
         harness.submit(prompt(5))
+    harness.engine.stop()
+
+
+def test_one_bad_request_in_a_batch_fails_alone(harness: EngineHarness) -> None:
+    """Also when the whole forward fails: the batch is bisected."""
+    bad = prompt(40, seed=6)
+
+    def refuse(batch: Batch) -> None:
+        if any(row.tokens[:5] == tuple(bad[:5]) for row in batch.rows):
+            raise RuntimeError("no")
+
+    others = [harness.submit(prompt(300, seed=i), f"a{i}", max_tokens=300) for i in range(5)]
+    for pending in others:
+        pending.first_token.wait(10)
+    harness.backend.before_step = refuse
+    with pytest.raises(InternalError, match="the step that computed this request"):
+        harness.submit(bad, "bad").result(20)
+    for i, pending in enumerate(others):
+        assert pending.result(30).reason == "length"
+        assert pending.tokens == expected_answer(prompt(300, seed=i), 300)
+
+
+def test_a_deadline_ends_a_request_and_keeps_what_it_has_computed(harness: EngineHarness) -> None:
+    harness.backend.before_step = lambda batch: time.sleep(0.02)
+    text = prompt(300)
+    pending = harness.submit(text, "a", max_tokens=2000, deadline=time.monotonic() + 0.5)
+    queued = harness.submit([*text, 1], "a", deadline=time.monotonic() + 0.2)
+    for late in (queued, pending):
+        with pytest.raises(DeadlineExceeded):
+            late.result(10)
+    done = pending.tokens
+    assert len(done) > 5
+    harness.backend.before_step = lambda batch: None
+    assert harness.ask([*text, *done], "a").match.computed_tokens <= 2
+
+
+def test_a_full_queue_turns_requests_away_and_says_when_to_come_back(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path, max_waiting=3, max_running=1)
+    go = threading.Event()
+    harness.backend.before_step = lambda batch: go.wait(10)
+    pendings = []
+    with pytest.raises(Overloaded) as refused:
+        for i in range(9):
+            pendings.append(harness.submit(prompt(9, seed=i), f"a{i}"))
+    assert refused.value.retry_after >= 1
+    go.set()
+    for i, pending in enumerate(pendings):
+        pending.result(10)
+        assert pending.tokens == expected_answer(prompt(9, seed=i), 4)
+    harness.close()
+
+
+def test_ten_agents_with_one_system_prompt_prefill_it_once(harness: EngineHarness) -> None:
+    system = prompt(2000)
+    pendings = [harness.submit([*system, 10 + i, *prompt(20, seed=i)], f"a{i}") for i in range(10)]
+    for i, pending in enumerate(pendings):
+        pending.result(20)
+        assert pending.tokens == expected_answer([*system, 10 + i, *prompt(20, seed=i)], 4)
+    assert sum(p.match.computed_tokens for p in pendings) <= 2021 + 9 * (21 + 64)
+
+
+def test_a_small_request_does_not_wait_behind_one_there_is_no_room_for(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path, num_pages=10)
+    harness.backend.before_step = lambda batch: time.sleep(0.005)
+    running = harness.submit(prompt(1000, seed=1), "a", max_tokens=200)
+    running.first_token.wait(10)
+    large = harness.submit(prompt(1800, seed=2), "b", max_tokens=4)
+    small = harness.submit(prompt(30, seed=3), "c", max_tokens=4)
+    small.result(10)
+    assert not large.first_token.is_set() and len(running.tokens) < 200
+    for pending, text in ((running, prompt(1000, seed=1)), (large, prompt(1800, seed=2)), (small, prompt(30, seed=3))):
+        pending.result(20)
+        assert pending.tokens == expected_answer(text, len(pending.tokens))
+    harness.close()
+
+
+def test_a_namespace_that_floods_the_queue_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path, max_running=2)
+    harness.backend.before_step = lambda batch: time.sleep(0.002)
+    flood = [harness.submit(prompt(100, seed=i), f"a{i}", max_tokens=20, namespace="loud") for i in range(40)]
+    quiet = harness.submit(prompt(100, seed=99), "q", max_tokens=20, namespace="quiet")
+    quiet.result(10)
+    assert sum(p.first_token.is_set() for p in flood) < 10
+    for pending in flood:
+        pending.result(30)
+    harness.close()
+
+
+def test_stopping_lets_answers_end_if_there_is_time(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path)
+    harness.backend.before_step = lambda batch: time.sleep(0.005)
+    short = harness.submit(prompt(30, seed=1), "a", max_tokens=40)
+    long = harness.submit(prompt(30, seed=2), "b", max_tokens=5000)
+    short.first_token.wait(10)
+    long.first_token.wait(10)
+    harness.engine.begin_stop(drain_seconds=1.0)
+    time.sleep(0.05)
+    with pytest.raises(ShuttingDown, match="shutting down"):
+        harness.submit(prompt(5))
+    assert short.result(10).reason == "length" and short.result().saved
+    assert long.result(10).reason == "cancelled" and long.result().saved and len(long.tokens) > 50
     harness.engine.stop()
 
 

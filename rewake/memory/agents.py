@@ -5,6 +5,7 @@ Runs on the engine thread, between two steps. What takes longer ends by calling 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from array import array
@@ -23,7 +24,7 @@ from rewake.quant import PAGE_TOKENS
 __all__ = ["AgentSummary", "Agents"]
 
 Told = Callable[[Exception | None], None]
-LOOK_EVERY = 1.0  # seconds between looks for agents whose time to live is over, if any has one
+LOOK_EVERY = 1.0  # seconds between looks for agents whose time to live is over
 
 
 @dataclass(frozen=True)
@@ -133,21 +134,19 @@ class Agents:
         self._must_be_idle(agent)
         self.ledger.forget_agent(agent, done)
 
-    def expire(self) -> float | None:
-        """Forget the agents whose time to live is over; seconds until somebody should look again, None: not needed."""
-        mortal = [a for a in self.tree.agents.values() if a.ttl is not None]
+    def expire(self) -> None:
+        """Forget the agents whose time to live is over."""
         now = time.time()
-        for agent in mortal:
-            assert agent.ttl is not None
-            if now - agent.used > agent.ttl and not agent.pinned and not is_busy(agent):
+        for agent in [a for a in self.tree.agents.values() if a.ttl is not None and now - a.used > a.ttl]:
+            if not agent.pinned and not is_busy(agent):
                 self.ledger.forget_agent(agent, lambda _: None)
-        self._next_look = now + LOOK_EVERY
-        return LOOK_EVERY if mortal else None
 
-    def expire_now_and_then(self) -> None:
-        """As `expire`, for an engine that is never idle."""
-        if time.time() > self._next_look:
+    def expire_now_and_then(self) -> float:
+        """As `expire`, but only if the last time is a while ago. Seconds until somebody should look again."""
+        if time.monotonic() > self._next_look:
             self.expire()
+            self._next_look = time.monotonic() + LOOK_EVERY
+        return LOOK_EVERY if any(a.ttl is not None for a in self.tree.agents.values()) else math.inf
 
     def _must_be_new(self, namespace: str, name: str) -> None:
         if (namespace, name) in self.tree.agents:

@@ -233,6 +233,11 @@ class AgentMemory:
         if num_tokens >= PAGE_TOKENS:
             self.residency.gate.note_computed(num_tokens, seconds)
 
+    def seconds_to_load(self) -> float:
+        """About how long the reads that are under way will take."""
+        num_bytes = sum(f.size for resident in self.residency.loading for f in resident.files)
+        return num_bytes * (self.residency.gate.read_cost or 0.0)
+
     def num_unreserved(self) -> int:
         """Slots that can be had now and are not promised to anybody."""
         return self.residency.num_available - sum(s.num_reserved for s in self.open_sequences)
