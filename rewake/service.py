@@ -56,14 +56,14 @@ def load_backend(config: Config, path: Path) -> Backend:
 
 
 def open_service(config: Config) -> Service:
-    """Load everything and start the engine. Raises ModelError or StoreError."""
+    """Load everything and start the engine. Raises ConfigError, ModelError or StoreError."""
+    recorder = Recorder(Path(config.record)) if config.record else None
     path = resolve(config.model)
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
     store: Store | None = Directory(config.data, sign, backend.layout, budget=config.disk) if config.persist else None
     backend.warm_up()
-    recorder = Recorder(Path(config.record)) if config.record else None
     engine = Engine(
         backend,
         sign,

@@ -16,7 +16,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the top down: a module may import what stands in its own line or below.
 LAYERS = [
     {"__main__"},
-    {"cli"},
+    {"cli", "agents_cli", "terminal"},
+    {"client"},
     {"api"},
     {"service"},
     {"engine", "replay"},

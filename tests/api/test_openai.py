@@ -174,7 +174,7 @@ def test_agents_are_listed_with_their_sizes(server: ServerProcess) -> None:
     _, report = server.chat("sized", [{"role": "user", "content": "word " * 600}], max_tokens=2)
     (row,) = [a for a in server.http.get("/v1/agents").json()["data"] if a["agent"] == "sized"]
     assert row["tokens"] >= report["prompt_tokens"] > 600
-    assert row["pages_on_disk"] == row["tokens"] // 256 and row["bytes_on_disk"] > 600 * 6480
+    assert row["pages_on_disk"] == -(-row["tokens"] // 256) and row["bytes_on_disk"] > 600 * 6480
 
 
 def test_a_client_that_leaves_stops_the_work(server: ServerProcess) -> None:
@@ -208,7 +208,6 @@ def test_the_command_line_talks_to_it(server: ServerProcess) -> None:
     assert rewake("agents", "forget", "cli").returncode == 0
     gone = rewake("agents", "show", "cli")
     assert gone.returncode == 1 and "no agent 'cli'" in gone.stderr
-    assert "needs the agent's name" in rewake("agents", "show").stderr
 
 
 def test_the_readmes_example_runs(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
