@@ -50,5 +50,5 @@ def test_what_a_stopped_engine_never_reports_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("reported", "raised"), [(Conflict("busy"), Conflict), (OSError(28, "no space left"), InternalError)])
 def test_what_is_reported_is_raised(harness: EngineHarness, reported: Exception, raised: type[Exception]) -> None:
-    with pytest.raises(raised, match="busy|no space"):
+    with pytest.raises(raised, match=r"busy|no space"):
         asyncio.run(done(harness.engine, lambda told: told(reported)))
