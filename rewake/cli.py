@@ -86,7 +86,8 @@ def serve(config: Config, _: dict[str, Any]) -> int:
             for key, value in service.backend.describe().items():
                 say(f"{key:8} {value}")
             say(f"{'memory':8} {budget(service.backend.layout.page_bytes, config.memory)}")
-            say(f"{'agents':8} in {config.data}" if config.persist else f"{'agents':8} only in memory (--no-persist)")
+            where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
+            say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
             say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
             run(service, socket)
         finally:

@@ -21,7 +21,9 @@ from rewake.errors import ConfigError
 from rewake.models import DEFAULT_MODEL
 from rewake.quant import CODECS
 
-__all__ = ["Config", "add_flags", "load_config", "parse_bytes"]
+__all__ = ["KEY_FILE", "Config", "add_flags", "load_config", "parse_bytes"]
+
+KEY_FILE = user_config_path("rewake") / "key"  # never a flag: other users see those
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZES = ("memory", "disk")  # settings in bytes
@@ -47,6 +49,10 @@ class Config:
     host: str = setting("127.0.0.1", "address to listen on; loopback only, as there are no keys yet")
     port: int = setting(8000, "port to listen on")
     persist: bool = setting(True, "keep memories on disk (--no-persist: only in memory)")
+    encrypt: bool = setting(
+        False,
+        "encrypt memories on disk, with the key in REWAKE_KEY, or in the file `key` beside config.toml (made if missing: keep a copy)",
+    )
     record: str = setting("", "file to record every step to, for `rewake replay`")
     log_level: str = setting("info", "debug, info, warning or error")
 

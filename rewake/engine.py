@@ -169,6 +169,7 @@ class Engine:
         self._receive(wait)
         self._drop_cancelled()
         self._admit()
+        self.memory.agents.expire_now_and_then()
         # tokens go on while the disk is behind; prompts, whose pages would have to wait for it, do not
         chunk = 0 if self.memory.ledger.is_backed_up else self.chunk
         parts = plan([Need(s.next_position, s.num_pending) for s in self.running], chunk)

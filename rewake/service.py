@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewake.backends.base import Backend
-from rewake.config import Config
+from rewake.config import KEY_FILE, Config
 from rewake.engine import Engine
 from rewake.models import resolve
-from rewake.quant import PAGE_TOKENS
+from rewake.quant import PAGE_TOKENS, PageLayout
 from rewake.replay import Recorder
 from rewake.store.base import Store
-from rewake.store.directory import FORMAT, Directory
+from rewake.store.crypto import Cipher, find_key
+from rewake.store.directory import FORMAT, MANIFEST, Directory
 from rewake.text.tokenizer import Tokenizer
 from rewake.text.transcripts import Transcripts
 
@@ -55,14 +57,24 @@ def load_backend(config: Config, path: Path) -> Backend:
     return TorchBackend(load_model(path, config.threads), config.kv, config.memory)
 
 
+def open_store(config: Config, sign: bytes, layout: PageLayout) -> Store | None:
+    if not config.persist:
+        return None
+    cipher = None
+    if config.encrypt:
+        # a new key could not open memories that are there already
+        cipher = Cipher(find_key(os.environ, KEY_FILE, create=not (config.data / MANIFEST).exists()))
+    return Directory(config.data, sign, layout, budget=config.disk, cipher=cipher)
+
+
 def open_service(config: Config) -> Service:
-    """Load everything and start the engine. Raises ConfigError, ModelError or StoreError."""
+    """Load everything and start the engine. Raises ModelError, StoreError, or ConfigError for a wrong key or recording."""
     recorder = Recorder(Path(config.record)) if config.record else None
     path = resolve(config.model)
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
-    store: Store | None = Directory(config.data, sign, backend.layout, budget=config.disk) if config.persist else None
+    store = open_store(config, sign, backend.layout)
     backend.warm_up()
     engine = Engine(
         backend,

@@ -20,7 +20,9 @@ from rewake.engine import Engine
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Match, Request, Sampling
 from rewake.spec import CacheGroup, ModelCacheSpec
-from rewake.store.directory import Directory
+from rewake.store.crypto import Cipher
+from rewake.store.directory import UNLIMITED, Directory
+from rewake.store.files import Files
 
 VOCAB = 1000
 ROW = 16  # bytes of K of one row: the token and its position
@@ -123,19 +125,29 @@ class EngineHarness:
         signature: bytes = SIGNATURE,
         max_running: int = 16,
         always_load: bool = True,
+        cipher: Cipher | None = None,
+        disk: int = UNLIMITED,
+        files: Files | None = None,
         **engine: Any,
     ) -> None:
         self.data = data
         self.signature = signature
         self.num_pages = num_pages
+        self.cipher = cipher
         self.always_load = always_load  # this backend computes faster than any disk reads
+        self.disk = disk
+        self.files = files
         self.options = {"max_running": max_running, **engine}
         self._next = 0
         self.start(backend or EchoBackend(num_pages))
 
     def start(self, backend: Backend) -> None:
         self.backend: Any = backend
-        store = Directory(self.data, self.signature, backend.layout) if self.data is not None else None
+        store = (
+            Directory(self.data, self.signature, backend.layout, budget=self.disk, free_floor=0, files=self.files, cipher=self.cipher)
+            if self.data is not None
+            else None
+        )
         self.engine = Engine(backend, self.signature, store, **self.options).start()
         self.memory = self.engine.memory
         self.memory.residency.gate.always = self.always_load

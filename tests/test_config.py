@@ -49,6 +49,14 @@ def test_errors_name_the_setting(environment: dict[str, str], message: str, tmp_
         load_config({}, environment, tmp_path / "none")
 
 
+def test_the_key_is_no_setting(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    assert load_config({}, {"REWAKE_KEY": "secret", "REWAKE_ENCRYPT": "1"}, file).encrypt
+    file.write_text('key = "secret"\n')
+    with pytest.raises(ConfigError, match="unknown settings key"):
+        load_config({}, {}, file)
+
+
 def test_unknown_settings_in_the_file_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("ports = 1\n")

@@ -17,6 +17,7 @@ from rewake.backends.base import Batch, Output
 from rewake.errors import ContextLengthExceeded, InternalError, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
+from rewake.store.crypto import Cipher
 from rewake.store.directory import Directory
 from rewake.store.files import Files
 from tests.fakes import EchoBackend, EngineHarness, expected_answer
@@ -261,21 +262,17 @@ def failing(*_: object) -> None:
 def test_a_page_that_was_saved_late_is_found_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """L3: the first turn's pages could not be written; the next turn's could, before them."""
     text = prompt(600)
-    write, first = Directory.write, iter([True])
+    write, names = Directory.write, []
 
-    def once(self: Directory, name: str, *arguments: Any) -> StoredFile:
-        if name.startswith("pages") and next(first, False):
-            gate.wait(10)
+    def all_but_the_first(self: Directory, name: str, *arguments: Any) -> StoredFile:
+        names.append(name)
+        if name == names[0]:
             raise OSError("the disk is full")
         return write(self, name, *arguments)
 
-    gate = threading.Event()
     with monkeypatch.context() as patched:
-        patched.setattr(Directory, "write", once)
-        pending = harness.submit(text, "a")
-        pending.first_token.wait(10)
-        gate.set()
-        assert not pending.result().saved
+        patched.setattr(Directory, "write", all_but_the_first)
+        assert not harness.ask(text, "a").result().saved
     longer = [*text, *expected_answer(text, 4), *prompt(300, seed=1)]
     harness.ask(longer, "a")
     assert harness.ask(longer, "a").result().saved
@@ -337,21 +334,31 @@ def test_a_deleted_directory_is_begun_anew_and_loses_only_what_was_deleted(harne
     assert lost.match.computed_tokens == {".": 600, "manifest.sqlite": 1, "pages": 600, "segments": 88}[what]
 
 
-def test_a_turn_that_a_kill_has_cut_off_leaves_nothing(tmp_path: Path) -> None:
-    """Full pages are saved as they come; without their turn, nobody owns them."""
+def test_a_prompt_that_a_kill_has_cut_off_is_found_as_far_as_it_was_computed(tmp_path: Path) -> None:
+    """A5: full pages are saved as they come, and are the agent's: a client that asks again finds the work done so far."""
     harness = EngineHarness(tmp_path / "data")
-    seen = threading.Event()
-    harness.backend.before_step = lambda batch: seen.set() if batch.rows[0].start >= 1024 else None
-    pending = harness.submit(prompt(1500), "a", max_tokens=2000)
-    assert seen.wait(20) and pending.first_token.wait(20)
+    text, seen, go = prompt(1500), threading.Event(), threading.Event()
+
+    def hold(batch: Batch) -> None:
+        if batch.rows[0].start >= 1024:
+            seen.set()
+            go.wait(10)
+
+    harness.backend.before_step = hold
+    pending = harness.submit(text, "a", max_tokens=4)
+    assert seen.wait(20)
+    while len(list((tmp_path / "data").glob("pages/*/*.safetensors"))) < 4:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for the commit behind them
     shutil.copytree(tmp_path / "data", tmp_path / "killed")
-    harness.engine.cancel(pending.id)  # type: ignore[attr-defined]
+    go.set()
     pending.result()
     harness.close()
     killed = EngineHarness(tmp_path / "killed")
-    assert killed.engine.call(lambda: list(killed.memory.tree.residents())).result() == []
+    assert killed.engine.call(lambda: killed.memory.agents.show("default", "a")).result().tokens == 1024
+    again = killed.ask(text, "a")
+    assert again.match.reused_tokens == 1024 and again.tokens == expected_answer(text, 4)
     killed.close()
-    assert not list((tmp_path / "killed").glob("pages/*/*"))
 
 
 def test_a_second_request_waits_until_the_first_turn_is_saved(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,10 +407,11 @@ def test_another_signature_never_sees_the_pages(harness: EngineHarness) -> None:
     assert harness.ask(text, "a").match.kind == "exact"
 
 
-def test_a_random_day_is_answered_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cipher", [None, Cipher(bytes(32))], ids=["clear", "encrypted"])
+def test_a_random_day_is_answered_exactly(tmp_path: Path, cipher: Cipher | None) -> None:
     """W1, W2 and the books: agents extend, edit, regenerate, go, come back, and lose pages, under pressure."""
     rng = random.Random(7)
-    harness = EngineHarness(tmp_path, num_pages=24)
+    harness = EngineHarness(tmp_path, num_pages=24, cipher=cipher)
     talks: dict[str, list[int]] = {f"a{i}": prompt(rng.randrange(1, 900), seed=i % 3) for i in range(8)}
     for _ in range(60):
         names = rng.sample(sorted(talks), k=4)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,22 @@ def test_q4_pages_are_0_281_of_fp16_by_file_size(tmp_path: Path, real_model: Any
     fp16 = PAGE_TOKENS * len(group.layers) * group.kv_heads * (group.k_dim + group.v_dim) * 2
     assert (page.stat().st_size - header) / fp16 == 0.28125
     assert CODECS["q4"].k_bits == 4
+
+
+def test_sixteen_agents_at_once_never_tell_anothers_secret(tmp_path: Path) -> None:
+    """W1: together, under eviction pressure, and after a restart."""
+    secrets = [f"{WORDS[i % len(WORDS)]}{i}x{i * 7919 % 1000}" for i in range(16)]
+    budget = 14 * slot_bytes(1_658_880)  # sixteen agents of two pages do not fit
+
+    def ask(server: ServerProcess, i: int) -> str:
+        told = f"My secret word is {secrets[i]}. {story(i, 12)} Repeat my secret word."
+        return server.chat(f"agent{i}", [{"role": "user", "content": told}], max_tokens=16)[0]
+
+    with ServerProcess(tmp_path / "data", "--memory", str(budget)) as server, ThreadPoolExecutor(16) as pool:
+        for _ in range(2):
+            for _ in range(2):
+                for i, text in enumerate(pool.map(lambda i: ask(server, i), range(16))):
+                    others = [s for s in secrets if s in text and s != secrets[i] and s not in secrets[i]]
+                    assert text and not others, f"agent{i} has said {others}"
+            server.kill()
+            server.start()

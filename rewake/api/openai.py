@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -11,14 +12,17 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from rewake.api.generation import Ask, Generation, Generator, check_agent_id
 from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
 from rewake.request import Sampling
+from rewake.text.toolcalls import parse_arguments
 
 __all__ = ["ChatRequest", "error_body", "router"]
 
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 KEEP_ALIVE = 10.0  # seconds of silence before a stream sends a comment, so that clients do not give up on a long prefill
 
 
@@ -28,29 +32,71 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def only(*values: Any) -> AfterValidator:
+    """For fields that are known and not there yet: takes what means "off"."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            raise PydanticCustomError("unsupported", "not supported yet")
+        return value
+
+    return AfterValidator(check)
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
+class CalledFunction(Strict):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    def rendered(self, field: str) -> dict[str, Any]:
+        try:
+            arguments = parse_arguments(self.function.arguments)
+        except ValueError as error:
+            raise InvalidRequest(f"the arguments of a call are the text of a JSON object: {error}", param=f"{field}.arguments") from error
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Strict):
-    """`developer` is what newer clients call `system`."""
+    """`developer` is what newer clients call `system`. Calls of tools, and what these answered, are history only."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     # what clients send back from an answer; only what means "none"
-    name: None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
+    name: Annotated[Any, only()] = None
+    refusal: Annotated[Any, only()] = None
+    annotations: Annotated[Any, only([])] = None
+    audio: Annotated[Any, only()] = None
+    function_call: Annotated[Any, only()] = None
 
-    def rendered(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            raise InvalidRequest("a message holds half of a surrogate pair: it is not text", param="messages")
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def rendered(self, field: str) -> dict[str, Any]:
+        """As chat templates take it. `field` is what the message is called in errors."""
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest("only the assistant calls tools", param=f"{field}.tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise InvalidRequest("messages of the role tool, and only they, name the call they answer", param=f"{field}.tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest("a message has content; only a call of tools may be without", param=f"{field}.content")
+        content = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered(f"{field}.tool_calls.{i}.function") for i, call in enumerate(self.tool_calls)]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if HALF_PAIR.search(json.dumps(message, ensure_ascii=False)):
+            raise InvalidRequest("a message holds half of a surrogate pair: it is not text", param=field)
+        return message
 
 
 class StreamOptions(Strict):
@@ -73,11 +119,14 @@ class ChatRequest(Strict):
     top_k: int | None = Field(None, ge=0)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     # not there yet: only what means "off"
-    n: Literal[1] | None = None
-    stop: Annotated[list[str], Field(max_length=0)] | None = None
-    logprobs: Literal[False] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    n: Annotated[Any, only(1)] = None
+    stop: Annotated[Any, only([])] = None
+    logprobs: Annotated[Any, only(False)] = None
+    presence_penalty: Annotated[Any, only(0, 0.0)] = None
+    frequency_penalty: Annotated[Any, only(0, 0.0)] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none")] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
     # no-ops: they ask for nothing that could be done differently here
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -96,7 +145,8 @@ class ChatRequest(Strict):
             top_k=self.top_k or 0,
             seed=self.seed,
         )
-        return Ask([m.rendered() for m in self.messages], agent, sampling, self.max_completion_tokens or self.max_tokens)
+        messages = [message.rendered(f"messages.{i}") for i, message in enumerate(self.messages)]
+        return Ask(messages, agent, sampling, self.max_completion_tokens or self.max_tokens)
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

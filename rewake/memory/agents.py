@@ -112,6 +112,7 @@ class Agents:
         """An agent that remembers nothing yet. Raises Conflict if there is one of that name."""
         self._must_be_new(namespace, name)
         agent = self.tree.agent(namespace, name)
+        self.tree.agents[namespace, name] = agent
         agent.pinned, agent.ttl = pinned, ttl
         self.ledger.save_agent(agent, done)
 
@@ -169,11 +170,7 @@ class Agents:
         head, length = measured(agent, tokens, turn)
         owner = self.tree.agent(namespace, to)
         owner.ttl = agent.ttl
-        try:
-            self._begin_with(head, owner, length, done)
-        except Overloaded:
-            self.tree.remove_agent(owner)
-            raise
+        self._begin_with(head, owner, length, done)
 
     def rewind(self, namespace: str, name: str, done: Told, *, tokens: int | None = None, turn: int | None = None) -> None:
         """Go back to the first `tokens`, or to the end of answer number `turn`. What came after stays as an older branch.

@@ -39,7 +39,7 @@ class Ledger:
     def __init__(self, arena: Arena, layout: PageLayout, signature: bytes, store: Store | None, post: Post, trace: Trace | None) -> None:
         self.layout = layout
         self.store = store
-        self.tree = PrefixTree(signature)
+        self.tree = PrefixTree(signature, store.page_secret if store is not None else b"")
         self.residency = Residency(arena, layout, store, post, self._cost, self._evicted)
         self.writer = Writer(store, post, self._store_lost) if store is not None else None
         self.trace = trace or (lambda *_: None)
@@ -93,26 +93,36 @@ class Ledger:
 
     # ---- saving
 
+    def save_filled(self, branch: Branch) -> None:
+        """A branch has just filled a page, its parent now. Whatever happens from here on, the agent remembers all up to there."""
+        jobs = [self._page_job(branch, branch.parent), self._checkpoint(branch)]
+        self._submit(*(job for job in jobs if job is not None))
+
     def save_page(self, branch: Branch, page: Page, replaced: StoredFile | None = None) -> None:
         """Write a full page, unless it is on disk; in place of `replaced`, if that held the same tokens."""
-        if self.writer is None or page.file is not None:
-            return
+        if (job := self._page_job(branch, page, replaced)) is not None:
+            self._submit(job)
+
+    def _page_job(self, branch: Branch, page: Page, replaced: StoredFile | None = None) -> SavePage | None:
+        if self.writer is None or page.file is not None or page.saving:
+            return None
         assert page.slot is not None and page.parent is not None
         self.residency.hold(page)
+        page.saving = True
 
         def done(error: Exception | None) -> None:
+            page.saving = False
             page.file = job.file if error is None else replaced
             self.residency.release(page)
 
         data = self.residency.bytes_of(page.slot)
         old = (replaced,) if replaced else ()
         job = SavePage(page.key, page.parent.key, len(page.path()), branch.namespace, page.tokens.tobytes(), data, old, done)
-        self._submit(job)
+        return job
 
-    def checkpoint(self, branch: Branch) -> None:
-        """A page has just been filled: whatever happens now, the transcript up to there is remembered as the agent's."""
+    def _checkpoint(self, branch: Branch) -> SaveTurn | None:
         if self.writer is None:
-            return
+            return None
         if branch.owner.pinned:
             self._pinned = None
         page, turns = branch.parent, array(TOKEN, (t for t in branch.turns if t <= len(branch.parent.path()) * PAGE_TOKENS))
@@ -123,7 +133,7 @@ class Ledger:
 
         record = BranchRecord(branch.id, branch.namespace, branch.agent, page.key, b"", (), branch.created, branch.used, turns.tobytes())
         ancestors = frozenset(p.key for p in page.path())
-        self._submit(SaveTurn(record, agent_record(branch.owner), ancestors, 0, 0, self.layout, None, branch.obsolete_files(), done))
+        return SaveTurn(record, agent_record(branch.owner), ancestors, 0, 0, self.layout, None, branch.obsolete_files(), done)
 
     def save_turn(self, branch: Branch, closed: Callable[[bool], None]) -> None:
         """Write what is not on disk yet of a branch; its pages are, or are on their way. It is held, and `running`, meanwhile."""
@@ -135,8 +145,8 @@ class Ledger:
         if branch.owner.pinned:
             self._pinned = None
         for page in branch.parent.path():
-            if page.file is None and page.slot is not None and page.refs <= 1:  # not on its way: its write has failed before
-                self.save_page(branch, page)
+            if page.slot is not None:
+                self.save_page(branch, page)  # whose write has failed before
         self.residency.hold(branch)
 
         def done(error: Exception | None) -> None:
@@ -162,11 +172,11 @@ class Ledger:
         else:
             self.writer.submit(Amend(Commit(agents=agent_record(agent)), (), done))
 
-    def _submit(self, job: SavePage | SaveTurn) -> None:
+    def _submit(self, *jobs: SavePage | SaveTurn) -> None:
         """Hand over to the writer, with room on disk if any can be had."""
-        assert self.writer is not None and self.store is not None
-        self.make_room(self.store.file_bytes(job.num_rows) if job.num_rows else 0)
-        self.writer.submit(job)
+        if self.writer is not None:
+            self.make_room(sum(map(self.writer.size_of, jobs)))
+            self.writer.submit(*jobs)
 
     @property
     def is_backed_up(self) -> bool:
@@ -181,6 +191,7 @@ class Ledger:
             return True
         page.slot = slot
         old = page.file
+        # an encrypted file's checksum is a tag, and never equal: written anew
         if old is not None and old.checksum != checksum(self.residency.bytes_of(slot).data):
             page.file = None
             self.save_page(branch, page, old)
@@ -204,6 +215,8 @@ class Ledger:
         for branch in self._by_worth() if short > 0 else ():
             if short <= 0:
                 return
+            if not self._own_bytes(branch):  # it shares all it has with others, or is in memory only
+                continue
             log.info("the disk budget is used up: a branch of agent %r is forgotten", branch.agent)
             short -= self.forget_branches([branch])
 
@@ -263,8 +276,7 @@ class Ledger:
             return
         if isinstance(resident, Branch):
             if resident.saved_rows < resident.num_rows:
-                resident.tokens = resident.tokens[: resident.saved_rows]
-                resident.num_rows = resident.saved_rows
+                cut_to_saved(resident)
             if is_nothing(resident):
                 self.forget_branches([resident])
         elif resident.file is None:
@@ -401,7 +413,14 @@ class Ledger:
                 else:
                     resident.segments, resident.saved = [], None
         for page in residents:
-            if isinstance(page, Page) and page.file is None and page.slot is None and not page.forgotten and not page.refs:
+            if (
+                isinstance(page, Page)
+                and not page.files
+                and page not in self.residency.loading
+                and page.slot is None
+                and not page.forgotten
+                and not page.refs
+            ):
                 self._cut(page)
         pages = [page_record(r) for r in self.tree.residents() if isinstance(r, Page) and r.file is not None]
         self.writer.submit(Amend(Commit(pages=tuple(pages)), (), lambda _: None))
@@ -409,7 +428,7 @@ class Ledger:
             self.save_agent(agent, lambda _: None)
             for branch in [b for b in agent.branches if not b.running]:
                 if branch.slot is None and branch.saved_rows < branch.num_rows:
-                    branch.tokens, branch.num_rows = branch.tokens[: branch.saved_rows], branch.saved_rows
+                    cut_to_saved(branch)
                 branch.running = True
                 self.save_turn(branch, lambda _: None)
 
@@ -470,10 +489,17 @@ def note_named(branch: Branch) -> None:
 
 def empty(branch: Branch) -> None:
     """Its rows are gone, in memory and, once that is committed, on disk."""
-    branch.segments, branch.tokens, branch.num_rows = [], to_tokens(), 0
+    branch.segments = []
+    cut_to_saved(branch)
+    branch.note_saved()
+
+
+def cut_to_saved(branch: Branch) -> None:
+    """Rows that are only in memory are lost."""
+    branch.num_rows = branch.saved_rows
+    branch.tokens = branch.tokens[: branch.num_rows]
     length = branch.num_tokens
     branch.turns = array(TOKEN, (t for t in branch.turns if t <= length))
-    branch.note_saved()
 
 
 def is_nothing(branch: Branch) -> bool:

@@ -77,11 +77,11 @@ class AgentMemory:
         has_page = branch in needed
         sequence = Sequence(request, match, branch, list(prefix.pages), list(request.prompt), 0, num_pages - len(prefix.pages) - has_page)
         self.open_sequences.append(sequence)
-        self.ledger.make_room_for(pages_for(len(prompt)) - len(prefix.pages))
         if not has_page:
             self.residency.hold(branch)
         for resident in needed:
             self.residency.hold(resident)
+        self.ledger.make_room_for(pages_for(len(prompt)) - len(prefix.pages))  # what is held does not have to make room
         self._load(sequence, needed, source, prefix, ready)
         return True
 
@@ -206,8 +206,7 @@ class AgentMemory:
         branch.slot = sequence.spare_slots.pop(0) if sequence.spare_slots else None
         self.tree.move_branch(branch, page)
         note_named(branch)
-        self.ledger.save_page(branch, page)
-        self.ledger.checkpoint(branch)
+        self.ledger.save_filled(branch)
 
     def close(self, sequence: Sequence, closed: Callable[[bool], None], *, is_turn: bool = True) -> None:
         """The answer is over: remember it, as a turn if it is complete. `closed` is told whether it is on disk, once that is known."""

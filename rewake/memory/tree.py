@@ -10,6 +10,7 @@ A path from the root to a branch is a transcript, token for token. Knows what wa
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import time
 from array import array
@@ -30,9 +31,9 @@ def to_tokens(tokens: Sequence[int] = ()) -> array[int]:
     return array(TOKEN, tokens)
 
 
-def page_key(namespace: str, signature: bytes, parent: bytes, tokens: array[int], group: int = 0) -> bytes:
-    """SHA-256 over everything a page's content depends on; fields are tagged and length-prefixed."""
-    digest = hashlib.sha256()
+def page_key(namespace: str, signature: bytes, parent: bytes, tokens: array[int], group: int = 0, secret: bytes = b"") -> bytes:
+    """SHA-256 (with a `secret`, HMAC-SHA256) over everything a page's content depends on; fields are tagged and length-prefixed."""
+    digest = hmac.new(secret, digestmod=hashlib.sha256) if secret else hashlib.sha256()
     for tag, value in (
         (b"ns", namespace.encode()),
         (b"sig", signature),
@@ -91,7 +92,7 @@ class Resident:
 class Page(Resident):
     """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
 
-    `named`: somebody who says who they are has it in a transcript.
+    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to the disk.
     """
 
     key: bytes
@@ -102,6 +103,7 @@ class Page(Resident):
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     named: bool = False
+    saving: bool = False
 
     def path(self) -> list[Page]:
         """The pages from the first to this one."""
@@ -218,20 +220,21 @@ class Prefix:
 class PrefixTree:
     """All that is remembered under one signature, one tree for each namespace."""
 
-    def __init__(self, signature: bytes) -> None:
+    def __init__(self, signature: bytes, secret: bytes = b"") -> None:
         self.signature = signature
+        self.secret = secret
         self.roots: dict[str, Page] = {}
         self.agents: dict[tuple[str, str | None], Agent] = {}
 
     def agent(self, namespace: str, name: str | None) -> Agent:
-        """The agent of that name; a new one if there is none."""
-        return self.agents.setdefault((namespace, name), Agent(secrets.token_hex(16), namespace, name))
+        """The agent of that name, or a new one, which is not known before it has a branch."""
+        return self.agents.get((namespace, name)) or Agent(secrets.token_hex(16), namespace, name)
 
     def root(self, namespace: str) -> Page:
         return self.roots.setdefault(namespace, Page(b"", namespace, None, to_tokens()))
 
     def key(self, namespace: str, parent: Page, tokens: array[int]) -> bytes:
-        return page_key(namespace, self.signature, parent.key, tokens)
+        return page_key(namespace, self.signature, parent.key, tokens, secret=self.secret)
 
     def longest_prefix(self, namespace: str, tokens: array[int], agent: str | None = None) -> Prefix:
         """Walk whole pages as far as they go, then find the page or branch that shares most of what is left.

@@ -153,10 +153,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="rewake-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        self.waiting_bytes += self.size_of(job)
+    def submit(self, *jobs: Job) -> None:
+        """Jobs handed over together are committed together, unless one must go alone."""
+        self.waiting_bytes += sum(map(self.size_of, jobs))
         with self._waiting:
-            self._jobs.append(job)
+            self._jobs.extend(jobs)
             self._waiting.notify()
 
     def size_of(self, job: Job) -> int:

@@ -102,7 +102,8 @@ class Store(Protocol):
     """Where memories survive the process. What was written is durable once it is committed.
 
     `budget` is the most bytes its files may take, `used` what they take, `reclaimable` the part of it that this model cannot use.
-    `bytes_written` and `bytes_read` count since the start.
+    `bytes_written` and `bytes_read` count since the start. `page_secret` goes into page keys, which are names of files:
+    where files are encrypted, nobody is to guess a text by its key. Empty where they are not.
     """
 
     budget: int
@@ -110,6 +111,7 @@ class Store(Protocol):
     reclaimable: int
     bytes_written: int
     bytes_read: int
+    page_secret: bytes
 
     def load(self) -> Snapshot: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 
 from rewake.errors import StoreError
 from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Snapshot, StoredFile
+from rewake.store.crypto import Cipher
 from rewake.store.files import Files
+from rewake.store.sealed import Sealing
 
 __all__ = ["VERSION", "Index"]
 
-VERSION = 2
+VERSION = 3
 FILE = "name, first, rows, at, size, checksum, secret"
 FILE_COLUMNS = (
     "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL,"
@@ -26,6 +29,8 @@ CREATE TABLE agents (
     created REAL NOT NULL, used REAL NOT NULL, pinned INTEGER NOT NULL, ttl REAL
 ) WITHOUT ROWID;
 """
+# One row: the proof of the key that the directory is encrypted with, empty if it is not.
+ENCRYPTION = "CREATE TABLE encryption (proof BLOB NOT NULL); INSERT INTO encryption VALUES (x'{}');"
 SCHEMA = f"""
 CREATE TABLE pages (
     signature BLOB NOT NULL, key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL, depth INTEGER NOT NULL,
@@ -45,13 +50,16 @@ ALTER TABLE branches ADD COLUMN turns BLOB NOT NULL DEFAULT x'';
 {AGENTS}
 """
 
+log = logging.getLogger(__name__)
+
 
 class Index:
     """One connection, used by one thread at a time: the writer's once the server runs."""
 
-    def __init__(self, path: Path, signature: bytes, files: Files) -> None:
-        """Open or create the manifest. Raises StoreError if a newer Rewake wrote it, or if it is damaged."""
+    def __init__(self, path: Path, signature: bytes, files: Files, cipher: Cipher | None = None) -> None:
+        """Open or create the manifest. Raises StoreError if a newer Rewake wrote it, if it is damaged, or if `cipher` is not its own."""
         self.signature = signature
+        self._sealing = Sealing(cipher, signature) if cipher is not None else None
         self._files = files
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -61,14 +69,22 @@ class Index:
             self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             self.is_new = version == 0
-            if self.is_new:
-                self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-            elif version == 1:
-                self._db.executescript(f"BEGIN; {FROM_1} PRAGMA user_version = {VERSION}; COMMIT;")
+            proof = cipher.proof if cipher is not None else b""
+            if version < VERSION:
+                script = (SCHEMA + ENCRYPTION.format(proof.hex()), FROM_1 + ENCRYPTION.format(""), ENCRYPTION.format(""))[version]
+                self._db.executescript(f"BEGIN; {script} PRAGMA user_version = {VERSION}; COMMIT;")
+            found = self._db.execute("SELECT proof FROM encryption").fetchone() if version <= VERSION else None
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{path} cannot be read as a manifest ({error}): move the directory away to start anew") from error
         if version > VERSION:
             raise StoreError(f"{path} was written by a newer version of rewake (format {version}, we know {VERSION})")
+        if found != (proof,):
+            self._db.close()
+            raise StoreError(f"{path.parent} {refusal(found, proof)}")
+        if proof:
+            # what is deleted is overwritten, in the file and, by emptying it, in the log that a killed process may have left
+            self._db.execute("PRAGMA secure_delete = ON")
+            self._empty_log()
 
     def is_in_place(self) -> bool:
         """Whether the manifest's file is still there: nothing committed to a removed one would be found again."""
@@ -80,9 +96,18 @@ class Index:
     def load(self) -> Snapshot:
         """All of it. Raises StoreError if it cannot be read."""
         try:
-            return self._load()
+            return self._believed(self._load())
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self._path} is damaged ({error}): move the directory away to start anew") from error
+
+    def _believed(self, stored: Snapshot) -> Snapshot:
+        if self._sealing is None:
+            return stored
+        opened, damaged = self._sealing.opened(stored)
+        if damaged != Commit():
+            log.warning("%s has records that are not what was written: forgotten, and computed again", self._path)
+            self.commit(damaged)
+        return opened
 
     def _load(self) -> Snapshot:
         pages = tuple(
@@ -124,9 +149,17 @@ class Index:
         return {name for table in ("pages", "segments") for (name,) in self._db.execute(f"SELECT name FROM {table}")}
 
     def commit(self, commit: Commit) -> None:
-        """Make it true, all or nothing."""
+        """Make it true, all or nothing. Raises StoreError if what is gone from an encrypted manifest can still be found on disk."""
         with self._transaction() as cursor:
-            self._apply(cursor, commit)
+            self._apply(cursor, self._sealing.sealed(commit) if self._sealing is not None else commit)
+        if self._sealing is not None and (commit.gone_pages or commit.gone_branches or commit.gone_agents):
+            self._empty_log()
+
+    def _empty_log(self) -> None:
+        """Nothing is forgotten as long as the write-ahead log has the keys it was sealed with."""
+        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise StoreError(f"what was forgotten is still in {self._path}-wal: close the other program that reads the manifest")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
@@ -172,17 +205,23 @@ class Index:
         freed: list[StoredFile] = []
         with self._transaction() as cursor:
             oldest = cursor.execute(
-                "SELECT id, signature, parent FROM branches b WHERE signature != ? AND NOT EXISTS (SELECT 1 FROM agents a WHERE a.pinned"
-                " AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent) ORDER BY used",
+                "SELECT id, signature, parent, namespace, agent FROM branches b WHERE signature != ? AND NOT EXISTS"
+                " (SELECT 1 FROM agents a WHERE a.pinned AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent)"
+                " ORDER BY used",
                 (self.signature,),
             ).fetchall()
-            for id, signature, parent in oldest:
+            for id, signature, parent, *owner in oldest:
                 if sum(f.file_bytes for f in freed) >= wanted:
                     break
                 freed += [StoredFile(*f) for f in cursor.execute(f"SELECT {FILE} FROM segments WHERE branch = ?", (id,))]
                 cursor.execute("DELETE FROM segments WHERE branch = ?", (id,))
                 cursor.execute("DELETE FROM branches WHERE id = ?", (id,))
                 freed += self._forget_childless(cursor, signature, parent)
+                of_owner = "signature = ? AND namespace = ? AND {} = ?"
+                if not cursor.execute(f"SELECT 1 FROM branches WHERE {of_owner.format('agent')}", (signature, *owner)).fetchone():
+                    cursor.execute(f"DELETE FROM agents WHERE {of_owner.format('name')}", (signature, *owner))
+        if self._sealing is not None:
+            self._empty_log()
         return freed
 
     def _forget_childless(self, cursor: sqlite3.Cursor, signature: bytes, key: bytes) -> list[StoredFile]:
@@ -201,6 +240,17 @@ class Index:
 
     def close(self) -> None:
         self._db.close()
+
+
+def refusal(found: tuple[bytes] | None, proof: bytes) -> str:
+    """Why a directory of the proof `found` is not opened with a key of `proof`, and what to do."""
+    if found is None:
+        return "does not say whether its memories are encrypted: move it away to start anew"
+    if found == (b"",):
+        return "holds memories that are not encrypted: start without --encrypt, or choose another --data"
+    if not proof:
+        return "holds encrypted memories: start with --encrypt, and with their key"
+    return "is encrypted with another key: give that one, in REWAKE_KEY or in the key file, or choose another --data"
 
 
 def file_columns(file: StoredFile) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from rewake.errors import InvalidRequest, ModelError
+from rewake.text.toolcalls import ArgumentStyle, argument_style, with_text_arguments
 
-__all__ = ["Detokenizer", "Segment", "Tokenizer"]
+__all__ = ["Detokenizer", "Tokenizer"]
 
 # Models are fine-tuned from others, and now and then end as those did, whatever their configuration says.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>")
-
-Segment = tuple[str, tuple[int, ...]]  # a stretch of text without special tokens, or one special token, and its ids
 
 
 class Tokenizer:
@@ -31,10 +31,9 @@ class Tokenizer:
         if not self._tokenizer.is_fast:
             raise ModelError("the model's tokenizer has no fast version: its text cannot be streamed exactly")
         special = {str(t): int(i) for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
-        self.special_ids = frozenset(special.values())
         self._special = special
-        self._split = re.compile("(" + "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) + ")") if special else None
-        self._splits = self._splitting_changes_nothing()
+        self._split = re.compile("(" + "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) + ")")
+        self.cut_ids = frozenset(special.values()) if self._splitting_changes_nothing() else frozenset()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that already has all special tokens it is to have."""
@@ -42,16 +41,24 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text, special tokens and spaces included."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[no-any-return]
 
     def split(self, text: str) -> list[str]:
-        """Cut at special tokens, which become pieces of their own; tokens never cross these cuts."""
-        if self._split is None or not self._splits:
+        """Cut at the tokens of `cut_ids`, which become pieces of their own; tokens never cross these cuts."""
+        if not self.cut_ids:
             return [text]
         return [piece for piece in self._split.split(text) if piece]
 
     def special_id(self, piece: str) -> int | None:
         return self._special.get(piece)
+
+    def begins_answer(self, text: str, at: int) -> bool:
+        """Whether the piece of `text` at `at` is the model's turn, as the chat template opens one."""
+        *before, first = self.split(self._answer_start) or [""]
+        if first in self._special:
+            before, first = [*before, first], ""
+        opening = "".join(before)
+        return bool(opening) and text.startswith(opening + first, max(at - len(opening), 0))
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer.backend_tokenizer)
@@ -64,10 +71,29 @@ class Tokenizer:
         """The prompt's text for a chat. Raises InvalidRequest for what the model's template refuses."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: it cannot be used for chat completions", param="messages")
+        for number, message in enumerate(messages):
+            field = "tool_calls" if "tool_calls" in message else "role" if message["role"] == "tool" else None
+            if field and self._argument_style is None:
+                raise InvalidRequest("this model's chat template knows no tool calls", param=f"messages.{number}.{field}")
+        if self._argument_style == "text":
+            messages = [with_text_arguments(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
-        except TemplateError as error:
+            return self._apply_template(messages)
+        except (TemplateError, TypeError) as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
+
+    def _apply_template(self, messages: list[dict[str, Any]], answer: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _answer_start(self) -> str:
+        """What the template puts in front of an answer."""
+        chat = [{"role": "user", "content": "Hi"}]
+        return self.render(chat).removeprefix(self._apply_template(chat, answer=False)) if self.has_chat_template else ""
+
+    @cached_property
+    def _argument_style(self) -> ArgumentStyle | None:
+        return argument_style(self._apply_template)
 
     def stop_ids(self, path: Path) -> frozenset[int]:
         """Tokens that end an answer: the tokenizer's end, those of the model's generation config, and the usual ones by their text."""
@@ -83,6 +109,8 @@ class Tokenizer:
 
     def _splitting_changes_nothing(self) -> bool:
         """Whether text behind a special token is tokenised as it is alone; false for some sentencepiece vocabularies."""
+        if not self._special:
+            return False
         probe = "user\nHello, wörld! 12 \n\n  x"
         return all(self.encode(t + probe + t) == [i, *self.encode(probe), i] for t, i in self._special.items())
 

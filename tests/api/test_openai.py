@@ -14,8 +14,14 @@ import pytest
 
 from rewake.models import DEFAULT_MODEL
 from tests.server import ServerProcess
+from tests.templates import HERMES, with_template
 
 HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +117,24 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
         ({"stop": "x"}, "stop"),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages.0.content"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"n": True}, "n"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages.1.role"),
+        ({"messages": [*HELLO, calling("{}")]}, "messages.1.tool_calls"),
+        ({"messages": [*HELLO, calling("{oops")]}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": [*HELLO, calling('{"a": "\\ud83d"}')]}, "messages.1"),
+        ({"messages": [{**calling("{}"), "role": "user"}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages.0.extra"),
         ({"surprise": 1}, "surprise"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"agent_id": ""}, "agent_id"),
@@ -124,7 +142,7 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
         ({"max_tokens": True}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages.0"),
         ({"agent_id": "a\0b"}, "agent_id"),
         ({"agent_id": "x" * 10_000}, "agent_id"),
     ],
@@ -134,7 +152,51 @@ def test_what_is_not_obeyed_is_refused_by_name(server: ServerProcess, change: di
     response = server.http.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
-    assert error["param"].startswith(param.split(".")[0]) and error["message"]
+    assert error["param"] == param and error["message"]
+
+
+@pytest.mark.parametrize("change", [{"stop": "x"}, {"n": 2}, {"tools": [{}]}, {"response_format": {"type": "json_object"}}])
+def test_what_is_not_there_yet_says_so(server: ServerProcess, change: dict[str, Any]) -> None:
+    (field,) = change
+    response = server.http.post("/v1/chat/completions", json={"model": DEFAULT_MODEL, "messages": HELLO, **change})
+    assert response.json()["error"]["message"] == f"{field}: not supported yet"
+
+
+def test_what_means_off_is_taken(client: openai.OpenAI) -> None:
+    off = {"n": 1, "stop": [], "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0}
+    answer = ask(client, **off, tools=[], tool_choice="none", response_format={"type": "text"})
+    assert answer.choices[0].message.content
+
+
+def test_a_system_prompt_with_the_time_is_reused_up_to_there(client: openai.OpenAI) -> None:
+    """P5: and the answer says what the first difference was."""
+    rules = "You are a careful assistant. " * 20
+
+    def at(clock: str) -> dict[str, Any]:
+        system = {"role": "system", "content": f"{rules}The time is {clock}. Be brief."}
+        report: dict[str, Any] = ask(client, [system, *HELLO], extra_body={"agent_id": "clock"}).rewake
+        return report
+
+    at("09:41")
+    report = at("09:52")
+    difference = report["first_difference"]
+    assert report["match"] == "diverge" and report["reused_tokens"] == difference["token"] > 100
+    assert difference["stored"].startswith("41. Be brief") and difference["given"].startswith("52. Be brief")
+
+
+def test_a_history_with_tool_calls_is_matched_whatever_their_json_looks_like(model_path: Path, tmp_path: Path) -> None:
+    """P4: with a template that knows them."""
+    model = with_template(model_path, HERMES, tmp_path / "hermes")
+    with ServerProcess(tmp_path / "data", "--model", str(model), "--context", "1024", "--memory", "100MiB") as server:
+
+        def match(arguments: str, *more: dict[str, Any]) -> str:
+            history = [*HELLO, calling(arguments), {"role": "tool", "content": "sunny", "tool_call_id": "c1"}, *more]
+            body = {"model": "hermes", "messages": history, "agent_id": "caller", "max_tokens": 2, "temperature": 0}
+            return str(server.http.post("/v1/chat/completions", json=body).raise_for_status().json()["rewake"]["match"])
+
+        assert match('{"town": "Rome", "days": 2}') == "miss"
+        assert match('{"days":2,"town":"Rome"}') == "exact"
+        assert match('{"days":3,"town":"Rome"}') == "diverge"
 
 
 def test_errors_keep_the_protocol(server: ServerProcess) -> None:

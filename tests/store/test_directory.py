@@ -16,14 +16,19 @@ from safetensors import safe_open
 from rewake.errors import CorruptFile, DirectoryLocked, StoreError
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.store.base import BranchRecord, Commit, PageRecord, StoredFile
+from rewake.store.crypto import Cipher
 from rewake.store.directory import BLOCK, FORMAT, Directory
 from rewake.store.index import VERSION
 
 LAYOUT = PageLayout(2, 3, 64, 64, CODECS["q4"])
 
 
-def directory(path: Path, signature: bytes = b"sig") -> Directory:
-    return Directory(path, signature, LAYOUT)
+CIPHER = Cipher(bytes(range(32)))
+both = pytest.mark.parametrize("cipher", [None, CIPHER], ids=["clear", "encrypted"])
+
+
+def directory(path: Path, signature: bytes = b"sig", cipher: Cipher | None = None) -> Directory:
+    return Directory(path, signature, LAYOUT, cipher=cipher)
 
 
 def random_page(seed: int = 0, rows: int = PAGE_TOKENS) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -31,7 +36,7 @@ def random_page(seed: int = 0, rows: int = PAGE_TOKENS) -> np.ndarray[tuple[int]
 
 
 def write(store: Directory, name: str = "pages/ab/x.safetensors", seed: int = 0) -> StoredFile:
-    return store.write(name, random_page(seed).data, 0, PAGE_TOKENS, {"key": "k"})
+    return store.write(name, random_page(seed).data, 0, PAGE_TOKENS, {"key": "k", "namespace": "ns"})
 
 
 def test_the_official_reader_opens_a_page_and_sees_its_bytes(tmp_path: Path) -> None:
@@ -39,7 +44,7 @@ def test_the_official_reader_opens_a_page_and_sees_its_bytes(tmp_path: Path) -> 
     page = random_page()
     write(store)
     with safe_open(tmp_path / "pages/ab/x.safetensors", framework="numpy") as opened:  # type: ignore[no-untyped-call]
-        assert opened.metadata() == {"format": FORMAT, "key": "k"}
+        assert opened.metadata() == {"format": FORMAT, "key": "k", "namespace": "ns"}
         assert len(list(opened.keys())) == 2 * 6
         for layer, field, at in LAYOUT.arrays():
             if field.dtype == "U32":  # numpy has no bfloat16
@@ -61,8 +66,9 @@ def test_the_file_is_a_padded_header_and_the_page(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    store = directory(tmp_path)
+@both
+def test_what_was_written_is_read(tmp_path: Path, cipher: Cipher | None) -> None:
+    store = directory(tmp_path, cipher=cipher)
     file = write(store)
     into = np.zeros(LAYOUT.page_bytes, np.uint8)
     store.read(file, into.data)
@@ -70,10 +76,11 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     store.close()
 
 
+@both
 @pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "empty", "swap", "gone", "unreadable"])
-def test_a_damaged_file_is_never_believed(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_never_believed(tmp_path: Path, cipher: Cipher | None, damage: str) -> None:
     """W2, W3."""
-    store = directory(tmp_path)
+    store = directory(tmp_path, cipher=cipher)
     file, other = write(store), write(store, "pages/cd/y.safetensors", seed=1)
     path = tmp_path / file.name
     content = bytearray(path.read_bytes())
@@ -101,8 +108,9 @@ def bytearray_of(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def test_only_what_was_committed_is_remembered(tmp_path: Path) -> None:
-    store = directory(tmp_path)
+@both
+def test_only_what_was_committed_is_remembered(tmp_path: Path, cipher: Cipher | None) -> None:
+    store = directory(tmp_path, cipher=cipher)
     file, orphan = write(store), write(store, "pages/cd/y.safetensors")
     page = PageRecord(b"k", b"", 1, "ns", b"tokens", file)
     child = PageRecord(b"a", b"k", 2, "ns", b"tokens", StoredFile("pages/a", 0, 256, 4096, 10, b"sum"))
@@ -110,7 +118,7 @@ def test_only_what_was_committed_is_remembered(tmp_path: Path) -> None:
     store.commit(Commit(pages=(page, child), branches=(branch,)))
     store.close()
     (tmp_path / "pages/cd/notes.txt").write_text("mine")
-    store = directory(tmp_path)
+    store = directory(tmp_path, cipher=cipher)
     assert store.load().pages == (page, child)  # parents first, whatever their keys
     assert store.load().branches == (branch,)
     assert not (tmp_path / orphan.name).exists()
@@ -120,25 +128,27 @@ def test_only_what_was_committed_is_remembered(tmp_path: Path) -> None:
     store.close()
 
 
-def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path) -> None:
-    store = directory(tmp_path)
+@both
+def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path, cipher: Cipher | None) -> None:
+    store = directory(tmp_path, cipher=cipher)
     file = write(store)
     store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
     store.close()
-    other = directory(tmp_path, b"other")
+    other = directory(tmp_path, b"other", cipher)
     assert other.load().pages == ()
     assert (tmp_path / file.name).exists()
     other.close()
 
 
-def test_a_lost_manifest_loses_no_files(tmp_path: Path) -> None:
-    store = directory(tmp_path)
+@both
+def test_a_lost_manifest_loses_no_files(tmp_path: Path, cipher: Cipher | None) -> None:
+    store = directory(tmp_path, cipher=cipher)
     file = write(store)
     store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
     store.close()
     for path in tmp_path.glob("manifest.sqlite*"):
         path.unlink()
-    store = directory(tmp_path)
+    store = directory(tmp_path, cipher=cipher)
     assert store.load().pages == ()
     assert (tmp_path / file.name).exists()
     store.close()

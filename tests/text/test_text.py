@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rewake.text.tokenizer import Tokenizer
-from rewake.text.transcripts import Transcripts
 
 SAMPLES = [
     "plain text, with 1234 digits and CamelCase",
@@ -46,34 +45,3 @@ def test_splitting_at_special_tokens_changes_no_ids(tokenizer: Tokenizer) -> Non
     pieces = tokenizer.split(text)
     assert "".join(pieces) == text and len(pieces) > 6
     assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text)
-
-
-def test_a_models_own_text_keeps_its_ids_when_it_is_sent_back(tokenizer: Tokenizer) -> None:
-    """P1: a sampled pair of tokens whose text tokenises as one."""
-    transcripts = Transcripts(tokenizer)
-    prompt = tokenizer.render([{"role": "user", "content": "Hi"}])
-    before = transcripts.encode("ns", "a", prompt)
-    generated = [*tokenizer.encode("hel"), *tokenizer.encode("lo")]
-    assert generated != tokenizer.encode("hello")
-    transcripts.learn("ns", "a", [[*before, *generated]])
-    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "More"}]
-    text = tokenizer.render(history)
-    ids = transcripts.encode("ns", "a", text)
-    assert ids[: len(before) + len(generated)] == [*before, *generated]
-    assert tokenizer.decode(ids) == text
-    assert transcripts.encode("ns", "b", text) == tokenizer.encode(text), "what another agent said is nobody else's"
-
-
-def test_an_edit_is_tokenised_afresh_from_its_segment_on(tokenizer: Tokenizer) -> None:
-    transcripts = Transcripts(tokenizer)
-    transcripts.learn("ns", "a", [tokenizer.encode("<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>")])
-    edited = "<|im_start|>user\none!<|im_end|>\n<|im_start|>user\ntwo<|im_end|>"
-    assert transcripts.encode("ns", "a", edited) == tokenizer.encode(edited)
-
-
-def test_agents_are_forgotten_here_when_there_are_many(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewake.text.transcripts.MOST_AGENTS", 2)
-    transcripts = Transcripts(tokenizer)
-    for agent in "abc":
-        transcripts.learn("ns", agent, [])
-    assert [transcripts.knows("ns", agent) for agent in "abc"] == [False, True, True]

@@ -1,0 +1,271 @@
+"""Budgets are kept, and the disk never stops anybody."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rewake.errors import DiskFull
+from rewake.memory.pool import slot_bytes
+from rewake.quant import PAGE_TOKENS
+from rewake.store.directory import UNLIMITED, Directory
+from rewake.store.files import Files
+from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
+from tests.memory.test_agents import do, show, talk
+from tests.test_engine import prompt
+
+FILE = 4096 + LAYOUT.page_bytes + 4096  # a page with its header, and a block to spare
+
+
+def on_disk(data: Path) -> int:
+    return sum(p.stat().st_size for folder in ("pages", "segments", "quarantine") for p in data.glob(f"{folder}/**/*") if p.is_file())
+
+
+def settled(harness: EngineHarness) -> None:
+    """Wait for the writer."""
+    reached = threading.Event()
+    assert harness.memory.ledger.writer is not None
+    harness.engine.call(lambda: harness.memory.ledger.writer.barrier(reached.set)).result(10)  # type: ignore[union-attr]
+    assert reached.wait(10)
+
+
+def test_a_hundred_agents_in_memory_for_ten_cost_what_ten_cost(tmp_path: Path) -> None:
+    """L1."""
+    harness = EngineHarness(tmp_path, num_pages=10 * 5)
+    rng_prompts = {f"a{i}": prompt(1030, seed=i) for i in range(100)}
+    process = psutil.Process()
+    for i in range(1000):
+        if i == 300:
+            before = process.memory_info().rss
+        name = f"a{i * 37 % 100}"
+        pending = harness.ask(rng_prompts[name], name, max_tokens=1)
+        assert pending.tokens == expected_answer(rng_prompts[name], 1)
+    assert process.memory_info().rss - before < 8 * 2**20
+    assert len(harness.memory.residency.arena) == 50 * slot_bytes(LAYOUT.page_bytes)
+    harness.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Any:
+    """An engine whose disk holds some twelve pages."""
+    made = EngineHarness(tmp_path / "data", num_pages=64, disk=12 * FILE)
+    yield made
+    made.close()
+
+
+def test_a_disk_budget_is_kept_on_every_write_and_the_least_valuable_goes(small: EngineHarness) -> None:
+    """L2."""
+    assert small.data is not None
+    for i in range(12):
+        name = f"a{i}"
+        text = talk(small, name, 600)
+        if i == 0:
+            do(small, "update", "a0", pinned=True)
+        assert on_disk(small.data) <= 12 * FILE
+        assert small.ask(text, name).match.computed_tokens <= 2
+        assert small.ask(text, name).result().saved
+    settled(small)
+    assert on_disk(small.data) == small.engine._store.used  # type: ignore[union-attr]
+    small.restart()
+    names = [a.agent for a in small.engine.call(lambda: small.memory.agents.list("default")).result(10)]
+    assert "a0" in names and "a11" in names and "a1" not in names and 3 <= len(names) <= 5
+
+
+def test_a_smaller_budget_is_kept_from_the_start(small: EngineHarness) -> None:
+    """L2."""
+    assert small.data is not None
+    for i in range(3):
+        talk(small, f"a{i}", 600)
+    small.disk = 5 * FILE
+    small.restart()
+    settled(small)
+    assert on_disk(small.data) <= 5 * FILE
+    assert show(small, "a2").tokens == 604
+
+
+def test_who_does_not_say_who_they_are_goes_first(small: EngineHarness) -> None:
+    talk(small, "named", 600)
+    for i in range(6):
+        small.ask(prompt(600, seed=50 + i))
+    assert show(small, "named").tokens == 604
+
+
+def test_what_this_model_cannot_use_goes_first(small: EngineHarness) -> None:
+    """L2: incompatible files first, but those of a pinned agent stay."""
+    talk(small, "pinned", 300)
+    do(small, "update", "pinned", pinned=True)
+    talk(small, "other", 900)
+    small.signature = b"finetune"
+    small.restart()
+    for i in range(6):
+        talk(small, f"a{i}", 500)
+    settled(small)
+    assert [show(small, f"a{i}").tokens for i in range(6)] == [504] * 6
+    small.signature = b"echo"
+    small.disk = UNLIMITED
+    small.restart()
+    assert [a.agent for a in small.engine.call(lambda: small.memory.agents.list("default")).result(10)] == ["pinned"]
+
+
+def test_with_everything_pinned_answers_go_on_and_say_they_are_not_saved(small: EngineHarness) -> None:
+    """L3, and saving resumes when there is room."""
+    do(small, "create", "a", pinned=True, ttl=None)
+    talk(small, "a", 2000)
+    text = prompt(2600, seed=5)
+    pending = small.ask(text, "b")
+    assert pending.tokens == expected_answer(text, 4) and not pending.result().saved
+    assert small.ask(text, "b").match.computed_tokens == 1, "it stays in memory"
+    do(small, "update", "a", pinned=False)
+    assert small.ask([*text, 3], "b").result().saved
+    small.restart()
+    assert small.ask([*text, 3], "b").match.computed_tokens == 1
+
+
+def test_the_last_bytes_of_the_disk_are_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Files, "free", lambda self, folder: 2**20)
+    store = Directory(tmp_path, b"sig", LAYOUT, free_floor=2**20)
+    with pytest.raises(DiskFull, match="are to stay free"):
+        store.write("pages/ab/x.safetensors", memoryview(bytes(LAYOUT.page_bytes)), 0, PAGE_TOKENS, {})
+    store.close()
+
+
+def test_full_memory_keeps_what_is_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page may leave memory when it is on disk; one that could not be saved leaves last."""
+    harness = EngineHarness(tmp_path, num_pages=12)
+    text = prompt(600)
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "append", full)
+        assert not harness.ask(text, "unsaved").result().saved
+    for i in range(6):
+        talk(harness, f"a{i}", 600)
+    assert harness.ask(text, "unsaved").match.computed_tokens == 1
+    harness.close()
+
+
+def full(*_: object) -> int:
+    raise OSError(28, os.strerror(28))
+
+
+class SlowFiles(Files):
+    """A disk that takes its time."""
+
+    write_seconds = 0.0
+    read_seconds = 0.0
+
+    def sync(self, fd: int) -> None:
+        time.sleep(self.write_seconds)
+
+    def read(self, path: Path, offset: int, into: memoryview) -> int:
+        time.sleep(self.read_seconds)
+        return super().read(path, offset, into)
+
+
+def test_prompts_wait_for_a_slow_disk_and_tokens_do_not(tmp_path: Path) -> None:
+    """Back-pressure: what waits to be written is bounded; who decodes goes on."""
+    files = SlowFiles()
+    harness = EngineHarness(tmp_path, num_pages=40, files=files, chunk=PAGE_TOKENS)
+    talker = harness.submit(prompt(20, seed=1), "talker", max_tokens=200)
+    talker.first_token.wait(10)
+    files.write_seconds = 0.05
+    most = 0
+
+    def watch(batch: Any) -> None:
+        nonlocal most
+        assert harness.memory.ledger.writer is not None
+        most = max(most, harness.memory.ledger.writer.waiting_bytes)
+        time.sleep(0.001)
+
+    harness.backend.before_step = watch
+    readers = [harness.submit(prompt(6 * PAGE_TOKENS, seed=i), f"r{i}", max_tokens=1) for i in range(5)]
+    assert talker.result(30).num_generated == 200
+    assert not all(r.first_token.is_set() for r in readers), "tokens went on while prompts waited"
+    for i, reader in enumerate(readers):
+        assert reader.result(30).saved and reader.tokens == expected_answer(prompt(6 * PAGE_TOKENS, seed=i), 1)
+    assert most <= len(harness.memory.residency.arena) // 2 + 2 * FILE
+    harness.close()
+
+
+def test_a_disk_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None:
+    """R4: the gate. What is computed again is the same to everybody who shares it."""
+    files = SlowFiles()
+    harness = EngineHarness(tmp_path, files=files, always_load=False)
+    texts = {name: talk(harness, name, 2000) for name in ("a", "b", "c")}
+    files.read_seconds = 0.2
+    harness.backend.before_step = lambda batch: time.sleep(0.0001 * len(batch.rows[0].tokens))
+    harness.ask(prompt(600, seed=9))  # for a measure of computing
+    matches = []
+    for name, text in texts.items():
+        harness.evict_all()
+        pending = harness.ask([*text, 1], name)
+        assert pending.tokens == expected_answer([*text, 1], 4)
+        matches.append(pending.match.computed_tokens)
+    assert matches[0] == 2, "the first read shows how slow it is"
+    assert matches[-1] > 1900, "and then it is computed"
+    files.read_seconds = 0.0
+    harness.memory.residency.gate.always = True
+    harness.restart(EchoBackend(64))
+    for name, text in texts.items():
+        pending = harness.ask([*text, 1], name)
+        assert pending.match.computed_tokens == 1 and pending.tokens == expected_answer([*text, 1], 4)
+    harness.close()
+
+
+def test_tokens_flow_while_the_disk_stands_still(tmp_path: Path) -> None:
+    """D2: nothing that decodes waits for a write; only the end of an answer does."""
+    files, go = StoppedFiles(), threading.Event()
+    files.go = go
+    harness = EngineHarness(tmp_path, files=files)
+    pending = harness.submit(prompt(200), "a", max_tokens=700)
+    for _ in range(400):
+        time.sleep(0.05)
+        if len(pending.tokens) == 700:
+            break
+    assert len(pending.tokens) == 700 and pending.tokens == expected_answer(prompt(200), 700)
+    go.set()
+    assert pending.result().saved
+    harness.close()
+
+
+class StoppedFiles(Files):
+    go: threading.Event
+
+    def sync(self, fd: int) -> None:
+        assert self.go.wait(30)
+
+
+def test_bytes_written_grow_with_the_turn_and_not_with_the_context(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1: each row is written with its turn, and once more with its page."""
+    text = talk(harness, "a", 4096)
+    write, rows = Directory.write, []
+    monkeypatch.setattr(Directory, "write", lambda self, *args: (rows.append(args[3]), write(self, *args))[1])
+    for turn in range(50):
+        text += prompt(96, seed=turn)
+        pending = harness.ask(text, "a", max_tokens=4)
+        text += pending.tokens
+    assert 5000 * 0.95 <= sum(rows) <= 5000 * 2
+
+
+def test_nothing_of_a_page_is_read_to_be_ready(tmp_path: Path) -> None:
+    """L6."""
+    harness = EngineHarness(tmp_path)
+    texts = {f"a{i}": talk(harness, f"a{i}", 300 + i) for i in range(30)}
+    harness.files = unreadable = UnreadableFiles()
+    harness.restart()
+    listed = {a.agent: a.tokens for a in harness.engine.call(lambda: harness.memory.agents.list("default")).result(10)}
+    assert listed == {name: len(text) for name, text in texts.items()}
+    assert unreadable.num_reads == 0
+    harness.close()
+
+
+class UnreadableFiles(Files):
+    num_reads = 0
+
+    def read(self, path: Path, offset: int, into: memoryview) -> int:
+        self.num_reads += 1
+        raise OSError(5, os.strerror(5))
