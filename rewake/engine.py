@@ -60,6 +60,7 @@ class Engine:
         self.context = min(context or backend.spec.max_positions, backend.spec.max_positions)
         self.max_running = max_running
         self.chunk = chunk
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # before the memory: what it forgets at once is posted
         self.memory = AgentMemory(backend.arena, backend.layout, signature, store, self.post, trace)
         self.waiting: deque[Request] = deque()
         self.opening: dict[str, Request] = {}
@@ -68,7 +69,6 @@ class Engine:
         self._store = store
         self._step_trace = step_trace or (lambda *_: None)
         self._cancelled: set[str] = set()
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rewake-engine", daemon=True)

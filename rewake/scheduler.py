@@ -58,6 +58,8 @@ def plan(needs: Seq[Need], chunk: int) -> tuple[Part, ...]:
 
 def cut(need: Need, left: int, chunk: int) -> int:
     """How many tokens of a prompt are computed with `left` to be had: all, or up to a good place to cut."""
+    if not left:
+        return 0
     if need.num_pending <= left:
         return need.num_pending
     for multiple in (chunk, FINE):

@@ -1,7 +1,9 @@
 """A tiny, honest backend, and engines to drive in tests.
 
-`EchoBackend` "attends" by reading every token and position back from the pages, and its next token is a hash of all
-it has read: any foreign, stale, missing or misplaced row changes the answer, which `expected` computes without pages.
+`EchoBackend` "attends" by reading every row back from the pages: its token, its position, and a digest of all that was
+before it and of the model that computed it. Its next token is a hash of all tokens it has read. So any foreign, stale,
+missing, misplaced or damaged row changes the answer, which `expected` computes without pages; a row of another agent
+or model with the same token at the same position does, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rewake.backends.base import Backend, Batch, Output
+from rewake.backends.base import Backend, Batch, Output, Row
 from rewake.engine import Engine
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Match, Request, Sampling
@@ -25,7 +27,10 @@ from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
 
 VOCAB = 1000
-ROW = 16  # bytes of K of one row: the token and its position
+MOST_POSITIONS = 8192
+WRONG = 1  # the next token if a row is not what was appended; `expected` never gives it
+ROW = np.dtype([("token", "<i4"), ("position", "<i4"), ("history", "<u8")])  # of K; V is the same with every bit turned over
+WEIGHTS = np.random.default_rng(0).integers(1, 2**63, MOST_POSITIONS, np.uint64) | np.uint64(1)
 LAYOUT = PageLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, codec=CODECS["bf16"])
 SIGNATURE = b"echo"
 
@@ -44,36 +49,71 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class EchoBackend:
-    """See the module. `before_step` can make a step fail or wait."""
+    """See the module. `before_step` can make a step fail or wait; `num_wrong` counts answers over rows that were not right.
 
-    def __init__(self, num_pages: int) -> None:
+    K and V of a row depend on `model` as those of a real one depend on its weights.
+    """
+
+    def __init__(self, num_pages: int, model: bytes = b"") -> None:
         self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000, ())
         self.layout = LAYOUT
         self.arena = np.zeros(num_pages * LAYOUT.page_bytes, np.uint8)
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.num_computed = 0
+        self.num_wrong = 0
+        self._beginning = np.frombuffer(hashlib.sha256(model).digest()[:8], np.uint64)
 
     def forward(self, batch: Batch) -> Output:
         self.before_step(batch)
         tokens = []
         for row in batch.rows:
-            for i, token in enumerate(row.tokens):
-                if (position := row.start + i) >= row.first_append:
-                    self._row(row.slots, position)[:8] = np.frombuffer(struct.pack("<ii", token, position), np.uint8)
+            self._append(row)
             self.num_computed += len(row.tokens)
             if row.sampling is not None:
                 tokens.append(self._attend(row.slots, row.end))
         return Output(tuple(tokens), np.array(tokens, np.float32)[:, None])
 
-    def _row(self, slots: Sequence[int], position: int) -> Any:
-        at = slots[position // PAGE_TOKENS] + position % PAGE_TOKENS * ROW
-        return self.arena[at : at + ROW]
+    def _append(self, row: Row) -> None:
+        """Rows from `first_append` on; what was before them is what the pages say."""
+        start = max(row.start, row.first_append)
+        if start >= row.end:
+            return
+        new = np.empty(row.end - start, ROW)
+        new["token"], new["position"] = row.tokens[start - row.start :], np.arange(start, row.end)
+        first = self._beginning if not start else self._history_behind(self._rows(row.slots, start - 1, start))
+        new["history"] = np.concatenate([first, self._history_behind(new, first)[:-1]])
+        at = start
+        while at < row.end:
+            end = min(row.end, (at // PAGE_TOKENS + 1) * PAGE_TOKENS)
+            k, v = self._page(row.slots[at // PAGE_TOKENS])
+            part = slice(at % PAGE_TOKENS, (end - 1) % PAGE_TOKENS + 1)
+            k[part] = new[at - start : end - start]
+            v.view(np.uint64).reshape(-1, 2)[part] = ~new[at - start : end - start].view(np.uint64).reshape(-1, 2)
+            at = end
+
+    def _history_behind(self, rows: Any, before: Any = None) -> Any:
+        """A multilinear hash of the tokens up to and with each row, modulo 2**64."""
+        terms = (rows["token"].astype(np.uint64) + np.uint64(1)) * WEIGHTS[rows["position"] % MOST_POSITIONS]
+        return (rows["history"] if before is None else before) + np.cumsum(terms, dtype=np.uint64)
+
+    def _page(self, slot: int) -> tuple[Any, Any]:
+        page = self.arena[slot : slot + LAYOUT.page_bytes].view(ROW)
+        return page[:PAGE_TOKENS], page[PAGE_TOKENS:]
+
+    def _rows(self, slots: Sequence[int], start: int, end: int) -> Any:
+        """K of rows [start, end) of one page."""
+        return self._page(slots[start // PAGE_TOKENS])[0][start % PAGE_TOKENS : (end - 1) % PAGE_TOKENS + 1]
 
     def _attend(self, slots: Sequence[int], length: int) -> int:
-        seen = [struct.unpack("<ii", self._row(slots, p)[:8].tobytes()) for p in range(length)]
-        if [position for _, position in seen] != list(range(length)):
-            return 1  # a token `expected` never gives
-        return expected([token for token, _ in seen])
+        pages = [self._page(slot) for slot in slots[: -(-length // PAGE_TOKENS)]]
+        k = np.concatenate([k for k, _ in pages])[:length]
+        v = np.concatenate([v for _, v in pages])[:length]
+        history = np.concatenate([self._beginning, self._history_behind(k, self._beginning)[:-1]])
+        same = (v.view(np.uint64) == ~k.view(np.uint64)).all()
+        if not same or (k["position"] != np.arange(length)).any() or (k["history"] != history).any():
+            self.num_wrong += 1
+            return WRONG
+        return expected(k["token"].tolist())
 
     def forget_sampler(self, sampler: str) -> None: ...
 

@@ -72,6 +72,10 @@ def test_a_step_is_never_empty_while_somebody_has_something_to_compute() -> None
         assert prompts or all(n.num_pending == 1 for n in needs)
 
 
+def test_with_nothing_to_spend_on_prompts_tokens_go_on() -> None:
+    assert plan([Need(0, 600), Need(9, 1)], chunk=0) == (Part(1, 1),)
+
+
 def test_fair_shares() -> None:
     assert fair_shares({"a": 100, "b": 100}, 500) == {"a": 100, "b": 100}
     assert fair_shares({"a": 1000, "b": 10, "c": 1000}, 510) == {"b": 10, "a": 250, "c": 250}

@@ -300,7 +300,7 @@ class Agents:
         if resident.slot is not None:
             return self.residency.bytes_of(resident.slot)
         page = np.zeros(self.ledger.layout.page_bytes, np.uint8)
-        self.residency.read(resident, page)
+        self.residency.read(resident.files, page)
         return page
 
     def take_in(self, namespace: str, name: str, exported: Portable, pages: Callable[[int], bytes], done: Told) -> None:

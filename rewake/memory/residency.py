@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,7 +23,7 @@ from rewake.memory.pool import PagePool
 from rewake.memory.tree import Branch, Page
 from rewake.memory.value import ByValue
 from rewake.quant import PageLayout
-from rewake.store.base import Store
+from rewake.store.base import Store, StoredFile
 
 __all__ = ["Residency"]
 
@@ -111,29 +111,28 @@ class Residency:
         else:
             slot = self.take()
             self.loading[resident] = slot, [loaded]
-            self._readers.submit(self._read, resident, slot)
+            self._readers.submit(self._read, resident, tuple(resident.files), slot)
 
-    def _read(self, resident: Page | Branch, slot: int) -> None:
+    def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int) -> None:
         """On an I/O thread."""
         error = None
         started = time.perf_counter()
         try:
-            self.read(resident, self.bytes_of(slot))
+            self.read(files, self.bytes_of(slot))
         except CorruptFile as corrupt:
             error = corrupt
         except Exception as other:  # the edge of the thread: somebody waits for this page
             log.exception("a page could not be read")
             error = CorruptFile(str(other))
         took = time.perf_counter() - started
-        self.post(lambda: self._finish_load(resident, slot, error, took))
+        self.post(lambda: self._finish_load(resident, files, slot, error, took))
 
     def run(self, function: Callable[[], None]) -> None:
         """Run something that reads many files, on an I/O thread."""
         self._readers.submit(function)
 
-    def read(self, resident: Page | Branch, target: Arena) -> None:
+    def read(self, files: Sequence[StoredFile], target: Arena) -> None:
         """Fill a page's bytes from disk, checked. Raises CorruptFile."""
-        files = resident.files
         if self.store is None or not files:
             raise CorruptFile("nothing of it was saved")
         for file in files:
@@ -144,10 +143,14 @@ class Residency:
                 self.store.read(file, rows.data)
                 self.layout.copy_rows(target, file.first, rows, file.rows, out=False)
 
-    def _finish_load(self, resident: Page | Branch, slot: int, error: CorruptFile | None, took: float) -> None:
+    def _finish_load(
+        self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int, error: CorruptFile | None, took: float
+    ) -> None:
         _, waiting = self.loading.pop(resident)
         if error is None:
-            self.gate.note_read(sum(f.size for f in resident.files), took / NUM_READERS)
+            self.gate.note_read(sum(f.size for f in files), took / NUM_READERS)
+            if files != tuple(resident.files):  # a page before it was damaged: these are not its rows any more
+                error = CorruptFile("a page's rows were forgotten while they were read")
         if resident.slot is not None:  # an equal page was computed meanwhile
             self.pool.give(slot)
             error = None

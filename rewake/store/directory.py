@@ -85,12 +85,14 @@ class Directory:
         self.page_secret = cipher.page_secret if cipher is not None else b""
         self._files = files or Files()
         self._cipher = cipher
-        self._written_in: set[Path] = set()
+        self._written_in: set[Path] = set()  # folders to sync before the next commit
         self._uncommitted: dict[str, int] = {}  # files of this process that no commit has named yet, and their bytes
         self._open()
 
     def _open(self) -> None:
         try:
+            # a new directory is an entry in its parent, which has to be on disk as well before anything is promised
+            self._written_in = {path.parent for path in (self.path, *self.path.parents) if not path.exists()}
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self.path / "lock", mode=0o600, thread_local=False)  # the writer may have to begin anew
             self._lock.acquire(timeout=0)
@@ -162,12 +164,10 @@ class Directory:
             raise DiskFull(f"the disk of {self.path} has {free} bytes left, and {self.free_floor} are to stay free: no room for {wanted}")
 
     def commit(self, commit: Commit) -> None:
-        folders, self._written_in = self._written_in, set()
         if not self._index.is_in_place():
             self._begin_anew()
             raise StoreLost(f"{self.path} was deleted while in use: begun anew with what is in memory")
-        for folder in folders:
-            self._files.sync_folder(folder)
+        self._sync_folders()
         self._index.commit(commit)
         # what an earlier commit failed to name could still have turned out to be named; now it cannot
         lost = self._uncommitted.keys() - commit.file_names()
@@ -175,6 +175,16 @@ class Directory:
         self._uncommitted = {}
         for name in lost:
             self._files.remove(self.path / name)
+
+    def _sync_folders(self) -> None:
+        """One that fails stays to be synced before the next commit: its older entries are not on disk either."""
+        for folder in tuple(self._written_in):
+            try:
+                self._files.sync_folder(folder)
+            except FileNotFoundError:  # deleted, with all that this commit would name: it fails, later ones need not
+                self._written_in.discard(folder)
+                raise
+            self._written_in.discard(folder)
 
     def _begin_anew(self) -> None:
         self._index.close()

@@ -50,6 +50,9 @@ class Files:
         finally:
             os.close(fd)
 
+    def begin(self, cursor: sqlite3.Cursor) -> None:
+        cursor.execute("BEGIN IMMEDIATE")
+
     def commit(self, cursor: sqlite3.Cursor) -> None:
         cursor.execute("COMMIT")
 

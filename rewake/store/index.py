@@ -164,7 +164,7 @@ class Index:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
         with closing(self._db.cursor()) as cursor:
-            cursor.execute("BEGIN IMMEDIATE")
+            self._files.begin(cursor)
             try:
                 yield cursor
                 self._files.commit(cursor)
