@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from platformdirs import user_config_path, user_data_path
@@ -77,17 +78,21 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = ()) -> None:
-    """One flag for each setting (or for those in `only`); a default of None tells that it was not given."""
+def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = (), helps: Mapping[str, str] = MappingProxyType({})) -> None:
+    """One flag for each setting (or for those in `only`); a default of None tells that it was not given.
+
+    `helps` is for commands to which a setting means something else.
+    """
     for f in fields(Config):
         if only and f.name not in only:
             continue
         flag = "--" + f.name.replace("_", "-")
+        help = helps.get(f.name, f.metadata["help"])
         if f.type == "bool":
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=f.metadata["help"])
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
-            shown = "" if f.default in ("", 0) or f.name in ("kv", "data") else f" ({show(f.name, f.default)})"
-            parser.add_argument(flag, metavar=f.name.upper(), help=f.metadata["help"] + shown)
+            shown = "" if f.default in ("", 0) or f.name == "kv" else f" ({show(f.name, f.default)})"
+            parser.add_argument(flag, metavar=f.name.upper(), help=help + shown.replace("%", "%%"))
 
 
 def show(name: str, value: Any) -> str:

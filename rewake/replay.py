@@ -24,13 +24,18 @@ from rewake.request import Sampling
 __all__ = ["Recorder", "Replayed", "num_pages", "replay"]
 
 GREEDY = Sampling(temperature=0)
+EVENTS = {"copy": 2, "settle": 2, "intern": 2, "forget": 1}  # and how many pages they name
 
 
 class Recorder:
     """Appends to a file. `step` and `event` are the engine's traces."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the engine is)
+        """Raises ConfigError if there can be no such file."""
+        try:
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the engine is)
+        except OSError as error:
+            raise ConfigError(f"--record {path}: {error.strerror}") from error
 
     def step(self, batch: Batch, output: Output) -> None:
         rows = [[r.tokens, r.start, r.first_append, r.names, r.sampling is not None] for r in batch.rows]
@@ -61,15 +66,44 @@ class Replayed:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path) as file:
-        for line in file:
-            if line.endswith("\n"):  # a killed process may leave half a line, of a step nobody saw
-                yield json.loads(line)
+    """Raises ConfigError for what is no recording."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):  # a killed process may leave half a line, of a step nobody saw
+                    yield checked(json.loads(line))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a recording of `rewake serve --record`") from error
+
+
+def checked(line: Any) -> dict[str, Any]:
+    """A line of a recording. Raises ValueError for anything else."""
+    if not isinstance(line, dict) or not (is_step(line) or is_event(line)):
+        raise ValueError("neither a step nor an event")
+    return line
+
+
+def is_step(line: dict[str, Any]) -> bool:
+    rows = line.get("step")
+    return line.keys() == {"step", "logits"} and isinstance(rows, list) and all(len(row) == 5 and are_names(row[3]) for row in rows)
+
+
+def is_event(line: dict[str, Any]) -> bool:
+    return len(line) == 1 and all(kind in EVENTS and are_names(names) and len(names) == EVENTS[kind] for kind, names in line.items())
+
+
+def are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def num_pages(path: Path) -> int:
-    """How many pages a recording names: what a replay that never evicts has to hold."""
-    return len({name for line in lines(path) for row in line.get("step", ()) for name in row[3]})
+    """How many pages a recording names: what a replay that never evicts has to hold. Raises ConfigError for what is no recording."""
+    names = {name for line in lines(path) for row in line.get("step", ()) for name in row[3]}
+    if not names:
+        raise ConfigError(f"{path} records no step")
+    return len(names)
 
 
 def replay(path: Path, backend: Backend) -> Iterator[Replayed]:

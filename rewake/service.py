@@ -68,14 +68,14 @@ def open_store(config: Config, sign: bytes, layout: PageLayout) -> Store | None:
 
 
 def open_service(config: Config) -> Service:
-    """Load everything and start the engine. Raises ModelError, StoreError, or ConfigError for a key that is none."""
+    """Load everything and start the engine. Raises ModelError, StoreError, or ConfigError for a wrong key or recording."""
+    recorder = Recorder(Path(config.record)) if config.record else None
     path = resolve(config.model)
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
     store = open_store(config, sign, backend.layout)
     backend.warm_up()
-    recorder = Recorder(Path(config.record)) if config.record else None
     engine = Engine(
         backend,
         sign,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the top down: a module may import what stands in its own line or below.
 LAYERS = [
     {"__main__"},
-    {"cli"},
+    {"cli", "agents_cli", "terminal"},
+    {"client"},
     {"api"},
     {"service"},
     {"engine", "replay"},
@@ -82,3 +85,8 @@ def test_every_error_is_in_the_tree_and_maps_to_a_status() -> None:
         assert name in errors.__doc__
         if issubclass(error, errors.RequestError):
             assert 400 <= error.status < 600 and error.kind
+
+
+def test_the_package_alone_is_quick_to_import() -> None:
+    seen = "import rewake, sys; assert not {'httpx', 'numpy', 'rewake.client'} & set(sys.modules); rewake.Client"
+    subprocess.run([sys.executable, "-c", seen], check=True)

@@ -1,42 +1,221 @@
-"""Agents over HTTP: list, show, forget."""
+"""Agents over HTTP: create, list, show, pin, fork, rewind, wake, export, import, forget.
+
+An id may hold slashes, so what is done to an agent stands behind it: `POST /v1/agents/{agent}/fork` forks `agent`, one
+called `x/fork` too.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+from pydantic import Field
+from starlette.types import Receive, Scope, Send
 
-from rewake.api.generation import NAMESPACE, Generator
-from rewake.errors import InternalError
+from rewake.api.fields import Strict
+from rewake.api.generation import NAMESPACE, Generator, check_agent_id
+from rewake.api.verbs import done, on_engine, report_of
+from rewake.errors import InternalError, InvalidRequest
+from rewake.memory.agents import AgentSummary
+from rewake.memory.portable import read_portable
 
 __all__ = ["router"]
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Create(Strict):
+    agent: str
+    pinned: bool = False
+    ttl: Seconds | None = None
+
+
+class Update(Strict):
+    """What is not given stays as it is; a `ttl` of null means for ever."""
+
+    pinned: bool = False
+    ttl: Seconds | None = None
+
+    def changes(self) -> dict[str, bool | float | None]:
+        if not self.model_fields_set:
+            raise InvalidRequest("give pinned, ttl, or both", param="pinned")
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+class Fork(Strict):
+    to: str
+    turn: int | None = None
+    tokens: int | None = None
+
+
+class Rewind(Strict):
+    turn: int | None = None
+    tokens: int | None = None
+
+    def check(self) -> None:
+        if self.turn is None and self.tokens is None:
+            raise InvalidRequest("give turn or tokens: how far to go back to", param="turn")
+
+
+class Nothing(Strict):
+    """A verb without settings; it may be sent with an empty object."""
+
+
+class Import(Strict):
+    agent: str | None = None
+
+
+class Exported(FileResponse):
+    """A file that is gone once it is sent, or once the client is."""
+
+    def __init__(self, path: Path, name: str, folder: ExitStack) -> None:
+        super().__init__(path, media_type="application/x-tar", filename=name)
+        self.folder = folder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.folder:
+            await super().__call__(scope, receive, send)
+
+
+def checked(agent: str, param: str = "agent") -> str:
+    check_agent_id(agent, param)
+    return agent
+
+
+def file_name(agent: str) -> str:
+    """What a browser may call the exported file: the id stands in it only where that is safe on every system."""
+    return f"rewake-{agent}.tar" if SAFE_NAME.fullmatch(agent) else "rewake-agent.tar"
+
+
+async def receive_file(request: Request, path: Path, most: int) -> None:
+    """Write the body into a file. Raises InvalidRequest for more than `most` bytes."""
+    size = 0
+    with open(path, "wb") as file:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                raise InvalidRequest(f"the file has more than the {most} bytes that all memories may take on disk (--disk)")
+            await asyncio.to_thread(file.write, chunk)
+
+
+class Verbs:
+    """What is done to agents, awaited."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.service = generator.service
+        self.engine = generator.service.engine
+        self.agents = self.engine.memory.agents
+
+    async def listed(self) -> list[AgentSummary]:
+        return await on_engine(self.engine, lambda: self.agents.list(NAMESPACE))
+
+    async def summary(self, agent: str) -> dict[str, Any]:
+        return asdict(await on_engine(self.engine, lambda: self.agents.show(NAMESPACE, agent)))
+
+    async def changed(self, agent: str) -> dict[str, Any]:
+        """The summary of one whose transcripts are others now: its texts are learnt again when they are needed."""
+        await self.generator.forget(agent)
+        return await self.summary(agent)
+
+    async def done(self, verb: Callable[..., None], *arguments: Any, **fields: Any) -> None:
+        """Call a verb that reports in the end whether it has gone well."""
+        await done(self.engine, lambda told: verb(NAMESPACE, *arguments, done=told, **fields))
+
+    async def forget(self, agent: str) -> None:
+        error = await report_of(self.engine, partial(self.agents.forget, NAMESPACE, agent))
+        await self.generator.forget(agent)
+        if error is not None:
+            raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
+
+    async def wake(self, agent: str) -> int:
+        return await report_of(self.engine, partial(self.agents.wake, NAMESPACE, agent))
+
+    async def take_in(self, path: Path, name: str | None) -> str:
+        """Import a file, as `name` or as it says itself; how the agent is called now."""
+        with open(path, "rb") as file:
+            exported, pages = await asyncio.to_thread(read_portable, file, self.service.backend.layout, self.service.backend.spec)
+        agent = checked(exported.name) if name is None else name
+        await self.done(self.agents.take_in, agent, exported, pages)
+        return agent
 
 
 def router(generator: Generator) -> APIRouter:
     routes = APIRouter(prefix="/v1/agents")
-    engine = generator.service.engine
-    memory = engine.memory
+    verbs = Verbs(generator)
+    for add in (add_records, add_files, add_transcripts):
+        add(routes, verbs)
+    return routes
 
+
+def add_records(routes: APIRouter, verbs: Verbs) -> None:
     @routes.get("")
-    async def agents() -> dict[str, Any]:
-        found = await asyncio.wrap_future(engine.call(lambda: memory.agents.list(NAMESPACE)))
-        return {"object": "list", "data": [asdict(a) for a in found]}
+    async def list_agents() -> dict[str, Any]:
+        return {"object": "list", "data": [asdict(a) for a in await verbs.listed()]}
+
+    @routes.post("", status_code=201)
+    async def create(body: Create) -> dict[str, Any]:
+        await verbs.done(verbs.agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
+        return await verbs.changed(body.agent)
 
     @routes.get("/{agent:path}")
-    async def agent(agent: str) -> dict[str, Any]:
-        return asdict(await asyncio.wrap_future(engine.call(lambda: memory.agents.show(NAMESPACE, agent))))
+    async def show(agent: str) -> dict[str, Any]:
+        return await verbs.summary(checked(agent))
+
+    @routes.patch("/{agent:path}")
+    async def update(agent: str, body: Update) -> dict[str, Any]:
+        await verbs.done(verbs.agents.update, checked(agent), **body.changes())
+        return await verbs.summary(agent)
 
     @routes.delete("/{agent:path}")
     async def forget(agent: str) -> dict[str, Any]:
         """Answers when the files are gone."""
-        gone: Future[Exception | None] = Future()
-        await asyncio.wrap_future(engine.call(lambda: memory.agents.forget(NAMESPACE, agent, gone.set_result)))
-        await generator.forget(agent)
-        if error := await asyncio.wrap_future(gone):
-            raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
+        await verbs.forget(checked(agent))
         return {"agent": agent, "forgotten": True}
 
-    return routes
+
+def add_files(routes: APIRouter, verbs: Verbs) -> None:
+    @routes.post("/import", status_code=201)
+    async def take_in(request: Request, query: Annotated[Import, Query()]) -> dict[str, Any]:
+        """The body is a file that `export` wrote; the agent is called as in it, unless another name is given."""
+        name = None if query.agent is None else checked(query.agent)
+        with TemporaryDirectory(prefix="rewake-import-") as folder:
+            path = Path(folder) / "agent.tar"
+            await receive_file(request, path, verbs.service.config.disk)
+            return await verbs.changed(await verbs.take_in(path, name))
+
+    @routes.post("/{agent:path}/export", response_class=Exported)
+    async def export(agent: str, nothing: Nothing | None = None) -> Exported:
+        with ExitStack() as stack:
+            path = Path(stack.enter_context(TemporaryDirectory(prefix="rewake-export-"))) / "agent.tar"
+            await verbs.done(verbs.agents.export, checked(agent), path)
+            return Exported(path, file_name(agent), stack.pop_all())
+
+
+def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
+    @routes.post("/{agent:path}/fork", status_code=201)
+    async def fork(agent: str, body: Fork) -> dict[str, Any]:
+        await verbs.done(verbs.agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
+        return await verbs.changed(body.to)
+
+    @routes.post("/{agent:path}/rewind")
+    async def rewind(agent: str, body: Rewind) -> dict[str, Any]:
+        body.check()
+        await verbs.done(verbs.agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
+        return await verbs.changed(agent)
+
+    @routes.post("/{agent:path}/wake")
+    async def wake(agent: str, nothing: Nothing | None = None) -> dict[str, Any]:
+        """A hint that the agent's next turn is near. As much of it is read as there is room for."""
+        num_loaded = await verbs.wake(checked(agent))
+        return {"agent": agent, "loaded_pages": num_loaded, "state": (await verbs.summary(agent))["state"]}

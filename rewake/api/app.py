@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rewake.api import agents, openai
+from rewake.api import agents, metrics, openai
 from rewake.api.generation import Generator
 from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
 from rewake.service import Service
@@ -28,6 +28,7 @@ def create_app(service: Service) -> FastAPI:
     generator = Generator(service)
     app.include_router(openai.router(generator, model_id(service)))
     app.include_router(agents.router(generator))
+    app.include_router(metrics.router(service.engine))
 
     @app.get("/health")
     async def health() -> JSONResponse:

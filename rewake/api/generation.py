@@ -15,7 +15,7 @@ from rewake.quant import PAGE_TOKENS
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
 
-__all__ = ["Ask", "Generation", "Generator", "check_agent_id"]
+__all__ = ["NAMESPACE", "Ask", "Generation", "Generator", "check_agent_id"]
 
 T = TypeVar("T")
 NAMESPACE = "default"
@@ -32,12 +32,12 @@ class Ask:
     max_tokens: int | None
 
 
-def check_agent_id(agent: str | None) -> str | None:
-    """An id is any short printable text; it never becomes a path. Raises InvalidRequest."""
+def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
+    """An id is any short printable text; it never becomes a path. Raises InvalidRequest, which names the field it came in."""
     if agent is None:
         return None
     if not agent or len(agent) > MOST_AGENT_ID or not agent.isprintable() or agent in (".", ".."):
-        raise InvalidRequest(f"an agent id is 1 to {MOST_AGENT_ID} printable characters, and not . or ..", param="agent_id")
+        raise InvalidRequest(f"an agent id is 1 to {MOST_AGENT_ID} printable characters, and not . or ..", param=param)
     return agent
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 import sys
 from types import FrameType
 
 import uvicorn
 
 from rewake.api.app import create_app
+from rewake.config import Config
+from rewake.errors import ConfigError
 from rewake.service import Service
 
-__all__ = ["run"]
+__all__ = ["listen", "run"]
+
+BACKLOG = 2048  # as uvicorn has it
 
 SECONDS_TO_SAY_GOODBYE = 10
 
@@ -28,15 +34,23 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run(service: Service) -> None:
-    """Serve until a signal comes. The caller closes the service."""
+def listen(config: Config) -> socket.socket:
+    """Take the port. Who connects before anything is served waits. Raises ConfigError if somebody else has it."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = "it is in use: stop who uses it, or choose another --port" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
+
+
+def run(service: Service, listening: socket.socket) -> None:
+    """Serve on a socket that listens, until a signal comes. The caller closes the service."""
     # uvicorn raises the signal again when it is done; that must not end the process before memories are saved
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(
         create_app(service),
-        host=service.config.host,
-        port=service.config.port,
         log_level="warning",
         timeout_graceful_shutdown=SECONDS_TO_SAY_GOODBYE,
     )
-    Server(config, service).run()
+    Server(config, service).run([listening])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rewake.errors import Conflict, CorruptFile, InvalidRequest, NotFound, Overloaded
+from rewake.errors import Conflict, CorruptFile, InternalError, InvalidRequest, NotFound, Overloaded
 from rewake.memory.ledger import Ledger, name_of, note_named
 from rewake.memory.portable import Portable, write_portable
 from rewake.memory.tree import Agent, Branch, Page, to_tokens
@@ -203,7 +203,7 @@ class Agents:
         self._attached(branch).slot = self.residency.take()
 
         def loaded(error: CorruptFile | None) -> None:
-            if error is None:
+            if error is None and branch.parent is parent:  # else a page before it has been lost meanwhile, and the rows with it
                 assert branch.slot is not None
                 self.residency.copy(rest, branch.slot)
                 self.ledger.trace("copy", name_of(rest), name_of(branch))
@@ -227,7 +227,7 @@ class Agents:
         if branch.slot is not None and not branch.num_rows:
             self.residency.pool.give(branch.slot)
             branch.slot = None
-        error = InvalidRequest("it is in memory, but could not be saved: see the server's log")
+        error = InternalError("it is in memory, but could not be saved: see the server's log")
         self.ledger.save_turn(branch, lambda saved: done(None if saved or not has_store else error))
         self.residency.release(branch)
 
@@ -269,11 +269,12 @@ class Agents:
         head = agent.head
         if head is None:
             raise InvalidRequest(f"agent {name!r} remembers nothing that could be exported", param="agent")
-        residents: list[Page | Branch] = [*head.parent.path(), *([head] if head.num_rows else [])]
+        pages = head.parent.path()  # remembered: where a page turns out to be damaged meanwhile, the branch ends before it
+        residents: list[Page | Branch] = [*pages, *([head] if head.num_rows else [])]
         about = Portable(self.tree.signature, name, agent.created, head.transcript(), head.turns, num_computed(head))
         head.running = True
         self.residency.hold(head)
-        for page in head.parent.path():
+        for page in pages:
             self.residency.hold(page)
 
         def write() -> None:
@@ -287,7 +288,7 @@ class Agents:
 
         def finish(error: Exception | None) -> None:
             head.running = False
-            for page in reversed(head.parent.path()):
+            for page in reversed(pages):
                 self.residency.release(page)
             self.residency.release(head)
             done(error)
@@ -318,9 +319,12 @@ class Agents:
         if known is None and num_rows and self.num_unreserved() < 1:
             self._wait_for_room(branch, number, exported, pages, done)
             return
-        slot = None
-        if known is None and num_rows:
-            slot = self.residency.take()
+        slot = self.residency.take() if known is None and num_rows else None
+        if len(branch.parent.path()) != number:  # one of them could not be saved, or was damaged, and has left memory: perhaps just now
+            branch.slot = slot
+            self._give_up(branch, done)
+            return
+        if slot is not None:
             self.residency.bytes_of(slot)[:] = np.frombuffer(pages(number), np.uint8)
         if num_rows < PAGE_TOKENS:
             branch.tokens, branch.num_rows, branch.slot, branch.turns = tokens, num_rows, slot, exported.turns
@@ -343,15 +347,18 @@ class Agents:
             if self.num_unreserved() > 0:
                 self._take_in_page(branch, number, exported, pages, done)
                 return
-            branch.running = False
-            self.residency.release(branch)
-            self.ledger.forget_branches([branch])
-            done(Overloaded("there is no room in memory to import it: try again"))
+            self._give_up(branch, done)
 
         if self.ledger.writer is not None:
             self.ledger.writer.barrier(written)
         else:
             written()
+
+    def _give_up(self, branch: Branch, done: Told) -> None:
+        branch.running = False
+        self.residency.release(branch)
+        self.ledger.forget_branches([branch])
+        done(Overloaded("there is no room to import it, in memory or on disk: try again"))
 
 
 def num_computed(branch: Branch) -> int:

@@ -20,7 +20,8 @@ class LoadGate:
         self.compute_cost: float | None = None
 
     def note_read(self, num_bytes: int, seconds: float) -> None:
-        self.read_cost = average(self.read_cost, seconds / num_bytes)
+        if num_bytes:  # else its files were found damaged while it was read
+            self.read_cost = average(self.read_cost, seconds / num_bytes)
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         self.compute_cost = average(self.compute_cost, seconds / num_tokens)

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,11 +25,13 @@ import numpy.typing as npt
 from rewake.errors import InvalidRequest
 from rewake.memory.tree import TOKEN
 from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.spec import ModelCacheSpec
 from rewake.store.directory import checksum, file_header
 
 __all__ = ["FORMAT", "Portable", "read_portable", "write_portable"]
 
 FORMAT = "rewake-agent-1"
+MOST_TEXT = 64 * 2**20  # bytes of `agent.json`, and of a page's header: nobody's transcript needs as much
 
 
 @dataclass(frozen=True)
@@ -82,18 +85,32 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def read_portable(file: IO[bytes], layout: PageLayout) -> tuple[Portable, Callable[[int], bytes]]:
-    """What `write_portable` wrote, all of it checked, and the bytes of its whole pages by number. Raises InvalidRequest."""
+def read_portable(file: IO[bytes], layout: PageLayout, spec: ModelCacheSpec | None = None) -> tuple[Portable, Callable[[int], bytes]]:
+    """What `write_portable` wrote, all of it checked, and the bytes of its whole pages by number. Raises InvalidRequest.
+
+    With `spec`, transcripts that no sequence of that model can have are refused, too.
+    """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            text = json.loads(content_of(tar, "agent.json"))
+            text = json.loads(content_of(tar, "agent.json", MOST_TEXT))
             about, sums = parse(text), [bytes.fromhex(s) for s in text["xxh3_128"]]
-            segments = [content_of(tar, f"{i:04}.safetensors") for i in range(about.num_pages)]
+            if spec is not None:
+                check_possible(about, spec)
+            most = layout.page_bytes + MOST_TEXT
+            segments = [content_of(tar, f"{i:04}.safetensors", most) for i in range(about.num_pages)]
     except InvalidRequest:
         raise
-    except (tarfile.TarError, KeyError, ValueError, TypeError, OverflowError) as error:
+    except (tarfile.TarError, EOFError, KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"it is not a file that `rewake agents export` wrote: {error}") from error
     return about, whole_pages(about, sums, segments, layout)
+
+
+def check_possible(about: Portable, spec: ModelCacheSpec) -> None:
+    """An id the tokenizer does not know could not be shown; a transcript beyond the longest one could never go on."""
+    if len(about.tokens) > spec.max_positions:
+        raise InvalidRequest(f"it has {len(about.tokens)} tokens; this model's longest context is {spec.max_positions}")
+    if max(about.tokens, default=0) >= spec.vocab_size:
+        raise InvalidRequest("its tokens are not those of this model")
 
 
 def whole_pages(about: Portable, sums: list[bytes], segments: list[bytes], layout: PageLayout) -> Callable[[int], bytes]:
@@ -122,13 +139,23 @@ def parse(text: dict[str, Any]) -> Portable:
     tokens, turns = array(TOKEN, text["tokens"]), array(TOKEN, text["turns"])
     about = Portable(bytes.fromhex(text["signature"]), str(text["name"]), float(text["created"]), tokens, turns, int(text["num_computed"]))
     behind = len(tokens) - about.num_computed // PAGE_TOKENS * PAGE_TOKENS
-    if not 0 <= about.num_computed <= len(tokens) or behind > PAGE_TOKENS or any(not 0 < t <= len(tokens) for t in turns):
+    if not 0 <= about.num_computed <= len(tokens) or behind > PAGE_TOKENS or not are_turns(turns, len(tokens)):
         raise InvalidRequest("its numbers of tokens, rows and turns do not agree")
+    if min(tokens, default=0) < 0:
+        raise InvalidRequest("it has tokens below 0")
     return about
 
 
-def content_of(tar: tarfile.TarFile, name: str) -> bytes:
-    member = tar.extractfile(name)
-    if member is None:
-        raise InvalidRequest(f"{name} in it is not a file")
-    return member.read()
+def are_turns(turns: array[int], length: int) -> bool:
+    """Whether they are lengths of a transcript, each beyond the one before."""
+    return all(a < b for a, b in pairwise([0, *turns])) and (not turns or turns[-1] <= length)
+
+
+def content_of(tar: tarfile.TarFile, name: str, most: int) -> bytes:
+    """All of a member that is a plain file: links may lead in circles, and holes are larger than what was sent."""
+    member = tar.getmember(name)
+    if member.type != tarfile.REGTYPE or member.issparse() or member.size > most:
+        raise InvalidRequest(f"{name} in it is not a file of the kind that `rewake agents export` writes")
+    content = tar.extractfile(member)
+    assert content is not None
+    return content.read()

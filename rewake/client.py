@@ -1,0 +1,176 @@
+"""A running server, from Python: its agents as objects, and talks with them.
+
+    with Client() as client:
+        client.fork("ada", "ada-2")
+        for event in client.chat([{"role": "user", "content": "Say hello."}], agent="ada-2"):
+            ...
+
+Answers are the server's JSON objects. What it refuses is raised as the error of `rewake.errors` it means, with its message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from rewake.errors import (
+    ConfigError,
+    Conflict,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestError,
+    RewakeError,
+    ShuttingDown,
+)
+
+__all__ = ["Client"]
+
+CONNECT_SECONDS = 10  # an answer may take as long as it likes
+ERRORS: dict[str, type[RequestError]] = {
+    error.kind: error for error in (InvalidRequest, NotFound, Conflict, Overloaded, ShuttingDown, InternalError)
+}
+Json = dict[str, Any]
+
+
+class Client:
+    """Speaks to one server; close it, or use it in a `with`."""
+
+    def __init__(self, url: str = "http://127.0.0.1:8000") -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(CONNECT_SECONDS, read=None), trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- agents
+
+    def list(self) -> list[Json]:
+        found: list[Json] = self._json("GET", "/v1/agents")["data"]
+        return found
+
+    def show(self, agent: str) -> Json:
+        return self._json("GET", path_of(agent))
+
+    def create(self, agent: str, *, pinned: bool = False, ttl: float | None = None) -> Json:
+        return self._json("POST", "/v1/agents", json={"agent": agent, "pinned": pinned, "ttl": ttl})
+
+    def update(self, agent: str, **changes: bool | float | None) -> Json:
+        """Set `pinned`, or `ttl`: seconds after the last use, None for ever."""
+        return self._json("PATCH", path_of(agent), json=changes)
+
+    def fork(self, agent: str, to: str, *, turn: int | None = None, tokens: int | None = None) -> Json:
+        """A new agent that remembers what `agent` does; up to the end of an answer, or so many tokens, if that is said."""
+        return self._json("POST", path_of(agent, "fork"), json={"to": to, "turn": turn, "tokens": tokens})
+
+    def rewind(self, agent: str, *, turn: int | None = None, tokens: int | None = None) -> Json:
+        return self._json("POST", path_of(agent, "rewind"), json={"turn": turn, "tokens": tokens})
+
+    def wake(self, agent: str) -> Json:
+        """Have its pages read before its next turn."""
+        return self._json("POST", path_of(agent, "wake"))
+
+    def forget(self, agent: str) -> None:
+        self._json("DELETE", path_of(agent))
+
+    def export(self, agent: str, path: str | os.PathLike[str]) -> int:
+        """Write the agent into a file; its size. What was there is replaced once all of it has come."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with self._http.stream("POST", path_of(agent, "export")) as response:
+                self._checked(response)
+                with open(temporary, "xb") as file:
+                    for chunk in response.iter_bytes():
+                        file.write(chunk)
+                    size = file.tell()
+            os.replace(temporary, target)
+        except httpx.ConnectError:
+            raise self._nobody() from None
+        except OSError as error:
+            raise RewakeError(f"{path}: {error.strerror}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return size
+
+    def import_(self, path: str | os.PathLike[str], name: str | None = None) -> Json:
+        """Take in what `export` wrote, as `name` or as it was called there."""
+        try:
+            with open(path, "rb") as file:
+                return self._json("POST", "/v1/agents/import", content=file, params={} if name is None else {"agent": name})
+        except OSError as error:
+            raise RewakeError(f"{path}: {error.strerror}") from error
+
+    # ---- talks
+
+    def model(self) -> str:
+        """What the server calls the model it runs."""
+        return str(self._json("GET", "/v1/models")["data"][0]["id"])
+
+    def chat(self, messages: Sequence[Json], *, agent: str | None = None, model: str | None = None, **fields: Any) -> Iterator[Json]:
+        """The chunks of a streamed answer, as in the OpenAI protocol; the last one has `rewake`. `fields` as there."""
+        body = {"model": model or self.model(), "messages": list(messages), "stream": True, "agent_id": agent, **fields}
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                for line in self._checked(response).iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise error_of(event)
+                        yield event
+        except httpx.ConnectError:
+            raise self._nobody() from None
+
+    # ---- the wire
+
+    def _json(self, method: str, path: str, **request: Any) -> Json:
+        try:
+            response = self._checked(self._http.request(method, path, **request))
+        except httpx.ConnectError:
+            raise self._nobody() from None
+        try:
+            answer: Json = response.json()
+        except ValueError:
+            raise self._stranger(response) from None
+        return answer
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_error:
+            response.read()
+            try:
+                raise error_of(response.json())
+            except (ValueError, KeyError, TypeError):
+                raise self._stranger(response) from None
+        return response
+
+    def _nobody(self) -> ConfigError:
+        return ConfigError(f"no server at {self.url}: start one with `rewake serve`, or name its port")
+
+    def _stranger(self, response: httpx.Response) -> ConfigError:
+        return ConfigError(f"{self.url} is not a rewake server, or not well: {response.status_code}")
+
+
+def path_of(agent: str, verb: str = "") -> str:
+    """An id is one part of the path, whatever is in it; it never becomes another route."""
+    if not agent or agent in (".", ".."):  # these would name the folder above
+        raise InvalidRequest("an agent id is not empty, and not . or ..", param="agent")
+    return f"/v1/agents/{quote(agent, safe='', errors='surrogatepass')}" + (f"/{verb}" if verb else "")
+
+
+def error_of(body: Json) -> RequestError:
+    error = body["error"]
+    return ERRORS.get(error["type"], RequestError)(error["message"], param=error.get("param"), code=error.get("code"))
