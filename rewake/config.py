@@ -44,6 +44,8 @@ class Config:
     kv: str = setting("q4", f"how K and V are kept: {', '.join(CODECS)}")
     context: int = setting(0, "longest prompt + answer in tokens (0: the model's)")
     max_running: int = setting(16, "requests computed together")
+    max_waiting: int = setting(256, "requests that may wait before more are refused")
+    drain: int = setting(10, "seconds that answers have to end when the server is told to stop")
     chunk: int = setting(512, "prompt tokens computed in a step")
     threads: int = setting(0, "threads to compute with (0: all cores)")
     host: str = setting("127.0.0.1", "address to listen on; loopback only, as there are no keys yet")
@@ -65,7 +67,16 @@ class Config:
             raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
         if not 0 < self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be 1 to 65535")
-        for name, least in (("memory", 1), ("disk", 1), ("max_running", 1), ("chunk", 1), ("context", 0), ("threads", 0)):
+        for name, least in (
+            ("memory", 1),
+            ("disk", 1),
+            ("max_running", 1),
+            ("max_waiting", 1),
+            ("drain", 0),
+            ("chunk", 1),
+            ("context", 0),
+            ("threads", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
 

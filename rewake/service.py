@@ -82,6 +82,7 @@ def open_service(config: Config) -> Service:
         store,
         context=config.context,
         max_running=config.max_running,
+        max_waiting=config.max_waiting,
         chunk=config.chunk,
         trace=recorder.event if recorder else None,
         step_trace=recorder.step if recorder else None,

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -68,7 +70,7 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
 def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what_was_computed(tmp_path: Path) -> None:
     """D3, A8."""
     messages = [{"role": "user", "content": "Count to one thousand, slowly."}]
-    with ServerProcess(tmp_path / "data") as server:
+    with ServerProcess(tmp_path / "data", "--drain", "1") as server:
         events = []
         for event in server.stream("a", messages, max_tokens=4000):
             events.append(event)
@@ -80,6 +82,25 @@ def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what
         _, report = server.chat("a", messages, max_tokens=1)
         assert report["match"] == "exact" and report["loaded_tokens"] > 0
         assert server.http.get("/v1/agents/a").json()["tokens"] > report["prompt_tokens"]
+
+
+def test_a_second_signal_ends_it_at_once_and_harms_nothing(tmp_path: Path) -> None:
+    """D3: the first one lets answers go on; what was acknowledged before is there."""
+    messages = [{"role": "user", "content": "Count to one thousand, slowly."}]
+    with ServerProcess(tmp_path / "data", "--drain", "60") as server:
+        text, report = server.chat("a", messages, max_tokens=10)
+        assert report["saved"]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        with suppress(httpx.TransportError):
+            for number, _ in enumerate(server.stream("a", messages, max_tokens=4000)):
+                if number in (5, 10):
+                    server.process.terminate()
+                assert number < 2000
+        assert number >= 10, "the first signal did not stop the answer"
+        assert server.process.wait(5) != 0
+        server.start()
+        _, report = server.chat("a", messages, max_tokens=1)
+        assert report["match"] in ("extend", "exact") and report["loaded_tokens"] > 30
 
 
 class ShadowBackend:

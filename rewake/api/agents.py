@@ -25,7 +25,7 @@ from rewake.api.fields import Strict
 from rewake.api.generation import NAMESPACE, Generator, check_agent_id
 from rewake.api.verbs import done, on_engine, report_of
 from rewake.errors import InternalError, InvalidRequest
-from rewake.memory.agents import AgentSummary
+from rewake.memory.agents import Agents, AgentSummary
 from rewake.memory.portable import read_portable
 
 __all__ = ["router"]
@@ -115,7 +115,11 @@ class Verbs:
         self.generator = generator
         self.service = generator.service
         self.engine = generator.service.engine
-        self.agents = self.engine.memory.agents
+
+    @property
+    def agents(self) -> Agents:
+        """Of the memory there is now: an engine that has failed begins again with another."""
+        return self.engine.memory.agents
 
     async def listed(self) -> list[AgentSummary]:
         return await on_engine(self.engine, lambda: self.agents.list(NAMESPACE))

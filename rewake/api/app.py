@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from rewake.api import agents, metrics, openai
 from rewake.api.generation import Generator
-from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
+from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError
 from rewake.service import Service
 
 __all__ = ["create_app", "model_id"]
@@ -31,13 +31,22 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(metrics.router(service.engine))
 
     @app.get("/health")
-    async def health() -> JSONResponse:
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        """Whether requests are taken."""
+        reason = service.engine.why_not_ready
+        return JSONResponse({"status": reason or "ok"}, 200 if reason is None else 503)
+
+    @app.get("/health/live")
+    async def live() -> JSONResponse:
+        """Whether the process should be left alone; an engine that stays down will not come back by itself."""
         alive = service.engine.is_alive
-        return JSONResponse({"status": "ok" if alive else "the engine has failed"}, 200 if alive else 503)
+        return JSONResponse({"status": "ok" if alive else "the engine does not run"}, 200 if alive else 503)
 
     @app.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> JSONResponse:
-        return JSONResponse(openai.error_body(error), error.status)
+        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded) else None
+        return JSONResponse(openai.error_body(error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:

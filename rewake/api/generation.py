@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +31,7 @@ class Ask:
     agent: str | None
     sampling: Sampling
     max_tokens: int | None
+    timeout: float | None = None  # seconds
 
 
 def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
@@ -51,6 +53,7 @@ class Generator:
     async def start(self, ask: Ask) -> Generation:
         """Tokenise, and hand over to the engine. Raises RequestError for what cannot be answered."""
         engine, transcripts = self.service.engine, self.service.transcripts
+        deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         agent = ask.agent
         if not transcripts.knows(NAMESPACE, agent):
             stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(NAMESPACE, agent)))
@@ -70,6 +73,7 @@ class Generator:
             stop_tokens=self.service.stop_tokens,
             namespace=NAMESPACE,
             agent=agent,
+            deadline=deadline,
         )
         generation.on_done = lambda: self._text.submit(transcripts.learn, NAMESPACE, agent, [[*prompt, *generation.tokens]])
         engine.submit(request)

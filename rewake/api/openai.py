@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from rewake.api.fields import Strict
 from rewake.api.generation import Ask, Generation, Generator, check_agent_id
 from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
 from rewake.request import Sampling
@@ -24,12 +25,6 @@ __all__ = ["ChatRequest", "error_body", "router"]
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 KEEP_ALIVE = 10.0  # seconds of silence before a stream sends a comment, so that clients do not give up on a long prefill
-
-
-class Strict(BaseModel):
-    """Unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def only(*values: Any) -> AfterValidator:
@@ -118,6 +113,7 @@ class ChatRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    timeout: float | None = Field(None, gt=0)  # ours: seconds until the request is given up
     # not there yet: only what means "off"
     n: Annotated[Any, only(1)] = None
     stop: Annotated[Any, only([])] = None
@@ -146,7 +142,7 @@ class ChatRequest(Strict):
             seed=self.seed,
         )
         messages = [message.rendered(f"messages.{i}") for i, message in enumerate(self.messages)]
-        return Ask(messages, agent, sampling, self.max_completion_tokens or self.max_tokens)
+        return Ask(messages, agent, sampling, self.max_completion_tokens or self.max_tokens, self.timeout)
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

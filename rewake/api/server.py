@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 import sys
@@ -19,18 +20,20 @@ __all__ = ["listen", "run"]
 
 BACKLOG = 2048  # as uvicorn has it
 
-SECONDS_TO_SAY_GOODBYE = 10
+SECONDS_TO_SAY_GOODBYE = 5  # for what is left to send when the engine has nothing left to compute
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but the engine is told of the first signal, too."""
+    """uvicorn, but the engine is told of the first signal, too: answers have `--drain` seconds to end. A second signal ends it all."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.engine.begin_stop()
+        if self.should_exit:
+            os._exit(128 + sig)  # as a kill would: what was acknowledged is on disk, the rest is absent
+        self.service.engine.begin_stop(self.service.config.drain)
         super().handle_exit(sig, frame)
 
 
@@ -51,6 +54,6 @@ def run(service: Service, listening: socket.socket) -> None:
     config = uvicorn.Config(
         create_app(service),
         log_level="warning",
-        timeout_graceful_shutdown=SECONDS_TO_SAY_GOODBYE,
+        timeout_graceful_shutdown=service.config.drain + SECONDS_TO_SAY_GOODBYE,
     )
     Server(config, service).run([listening])
