@@ -70,7 +70,7 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
 def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what_was_computed(tmp_path: Path) -> None:
     """D3, A8."""
     messages = [{"role": "user", "content": "Count to one thousand, slowly."}]
-    with ServerProcess(tmp_path / "data", "--drain", "1") as server:
+    with ServerProcess(tmp_path / "data", "--drain", "0") as server:
         events = []
         for event in server.stream("a", messages, max_tokens=4000):
             events.append(event)
