@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,12 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there can be no such file."""
         try:
+            whole = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the engine is)
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
+        if not whole:  # a killed process has left half a line
+            self._file.write("\n")
 
     def step(self, batch: Batch, output: Output) -> None:
         rows = [[r.tokens, r.start, r.first_append, r.names, r.sampling is not None] for r in batch.rows]
@@ -70,7 +74,7 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
             for line in file:
-                if line.endswith("\n"):  # a killed process may leave half a line, of a step nobody saw
+                with suppress(json.JSONDecodeError):  # a killed process may leave half a line, of a step nobody saw
                     yield checked(json.loads(line))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
@@ -100,10 +104,10 @@ def are_names(names: Any) -> bool:
 
 def num_pages(path: Path) -> int:
     """How many pages a recording names: what a replay that never evicts has to hold. Raises ConfigError for what is no recording."""
-    names = {name for line in lines(path) for row in line.get("step", ()) for name in row[3]}
-    if not names:
-        raise ConfigError(f"{path} records no step")
-    return len(names)
+    computed = {name for line in lines(path) for row in line.get("step", ()) for name in row[3]}
+    if not computed:
+        raise ConfigError(f"{path} is not a recording of `rewake serve --record`, or records no step")
+    return len(computed.union(*(names for line in lines(path) for kind, names in line.items() if kind in ("copy", "settle"))))
 
 
 def replay(path: Path, backend: Backend) -> Iterator[Replayed]:
@@ -124,7 +128,11 @@ def replay(path: Path, backend: Backend) -> Iterator[Replayed]:
 
 
 class Pages:
-    """The pages of a replay, by name: each keeps its slot until the recording forgets it. Methods are named as events."""
+    """The pages of a replay, by name. Methods are named as events.
+
+    Each keeps its slot to the end, even one that has settled or was forgotten: a process that is killed just then is followed by one
+    that goes on from what was saved before.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.arena = backend.arena
@@ -152,13 +160,10 @@ class Pages:
         self.arena[to : to + self.size] = self.arena[at : at + self.size]
 
     def settle(self, name: str, key: str) -> None:
-        self.forget(key)
-        self.slots[key] = self.slots.pop(name)
+        self.copy(name, key)
 
     def intern(self, name: str, key: str) -> None:
-        self.must_know([key])
-        self.pool.give(self.slots.pop(name))
+        self.must_know([name, key])
 
     def forget(self, key: str) -> None:
-        if key in self.slots:
-            self.pool.give(self.slots.pop(key))
+        """What is recorded of it later is computed anew, and settles in its place."""

@@ -198,7 +198,7 @@ class Writer:
             failed = caught
         for job, _, error in written:
             if error is None and failed is None:
-                self._remove(job.replaced)
+                self.store.remove(job.replaced)
             self._report(job, error or failed)
         self._say_once(failed or next((error for *_, error in written if error is not None), None))
         if isinstance(failed, StoreLost):
@@ -212,13 +212,6 @@ class Writer:
         elif error is None and self._failing:
             log.warning("memories are saved again")
         self._failing = error is not None
-
-    def _remove(self, files: tuple[StoredFile, ...]) -> None:
-        """What cannot be removed is no longer in the manifest; the next start removes it."""
-        try:
-            self.store.remove(files)
-        except OSError as error:
-            log.warning("a file that is no longer needed could not be removed: %s", error)
 
     def _write(self, job: Job) -> tuple[Commit | None, Exception | None]:
         try:

@@ -91,9 +91,12 @@ class Directory:
 
     def _open(self) -> None:
         try:
-            # a new directory is an entry in its parent, which has to be on disk as well before anything is promised
-            self._written_in = {path.parent for path in (self.path, *self.path.parents) if not path.exists()}
+            # a folder is an entry in its parent, which has to be on disk before anything is promised; the process before may not
+            # have come to that
+            missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = [path for path in (self.path, *(self.path / folder for folder in FOLDERS)) if path.is_dir()]
+            self._written_in = {self.path.parent, *there, *(path.parent for path in missing)}
             self._lock = FileLock(self.path / "lock", mode=0o600, thread_local=False)  # the writer may have to begin anew
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -174,7 +177,7 @@ class Directory:
         self.used -= sum(self._uncommitted[name] for name in lost)
         self._uncommitted = {}
         for name in lost:
-            self._files.remove(self.path / name)
+            self._discard(self.path / name)
 
     def _sync_folders(self) -> None:
         """One that fails stays to be synced before the next commit: its older entries are not on disk either."""
@@ -184,6 +187,9 @@ class Directory:
             except FileNotFoundError:  # deleted, with all that this commit would name: it fails, later ones need not
                 self._written_in.discard(folder)
                 raise
+            except PermissionError:  # above the directory: ours to pass through, not to open
+                if folder.is_relative_to(self.path):
+                    raise
             self._written_in.discard(folder)
 
     def _begin_anew(self) -> None:
@@ -231,9 +237,17 @@ class Directory:
     def remove(self, files: Iterable[StoredFile]) -> None:
         for file in files:
             path = self.path / file.name
-            if path.exists():
-                self._files.remove(path)
+            if path.exists() and self._discard(path):
                 self.used -= file.file_bytes
+
+    def _discard(self, path: Path) -> bool:
+        """Remove what no longer counts. What stays all the same is named in no manifest: the next start removes it."""
+        try:
+            self._files.remove(path)
+        except OSError as error:
+            log.warning("%s is no longer needed and could not be removed: %s", path, error.strerror)
+            return False
+        return True
 
     def room(self) -> int:
         """Bytes that may still be written."""
@@ -242,8 +256,7 @@ class Directory:
     def reclaim(self, wanted: int) -> None:
         goal = self.used - wanted
         for path, size in self._quarantined():
-            if self.used > goal:
-                self._files.remove(path)
+            if self.used > goal and self._discard(path):
                 self.used -= size
         if self.used > goal and (freed := self._index.forget_foreign(self.used - goal)):
             log.warning("%d files of other models' memories are removed: the disk budget is used up", len(freed))
@@ -264,7 +277,7 @@ class Directory:
                 continue
             path = self.path / name
             if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._index.is_new:
-                path.unlink()
+                self._discard(path)
             else:
                 log.warning("%s is in no manifest: left alone, and not used", path)
 

@@ -17,7 +17,7 @@ from rewake.store.sealed import Sealing
 
 __all__ = ["VERSION", "Index"]
 
-VERSION = 3
+VERSION = 2
 FILE = "name, first, rows, at, size, checksum, secret"
 FILE_COLUMNS = (
     "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL,"
@@ -71,7 +71,7 @@ class Index:
             self.is_new = version == 0
             proof = cipher.proof if cipher is not None else b""
             if version < VERSION:
-                script = (SCHEMA + ENCRYPTION.format(proof.hex()), FROM_1 + ENCRYPTION.format(""), ENCRYPTION.format(""))[version]
+                script = (SCHEMA + ENCRYPTION.format(proof.hex()), FROM_1 + ENCRYPTION.format(""))[version]
                 self._db.executescript(f"BEGIN; {script} PRAGMA user_version = {VERSION}; COMMIT;")
             found = self._db.execute("SELECT proof FROM encryption").fetchone() if version <= VERSION else None
         except sqlite3.DatabaseError as error:

@@ -280,7 +280,10 @@ def test_a_manifest_of_an_older_format_is_a_clear_one(tmp_path: Path) -> None:
     store.commit(Commit(pages=(record,)))
     store.close()
     with closing(sqlite3.connect(tmp_path / "manifest.sqlite", isolation_level=None)) as db:
-        db.executescript("DROP TABLE encryption; PRAGMA user_version = 2;")
+        db.executescript(
+            "ALTER TABLE pages DROP COLUMN secret; ALTER TABLE segments DROP COLUMN secret; ALTER TABLE branches DROP COLUMN turns;"
+            "DROP TABLE agents; DROP TABLE encryption; PRAGMA user_version = 1;"
+        )
     with pytest.raises(StoreError, match="not encrypted"):
         encrypted(tmp_path)
     store = directory(tmp_path)

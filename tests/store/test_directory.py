@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -18,6 +19,7 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.store.base import BranchRecord, Commit, PageRecord, StoredFile
 from rewake.store.crypto import Cipher
 from rewake.store.directory import BLOCK, FORMAT, Directory
+from rewake.store.files import Files
 from rewake.store.index import VERSION
 
 LAYOUT = PageLayout(2, 3, 64, 64, CODECS["q4"])
@@ -205,4 +207,69 @@ def test_nobody_else_can_read_memories(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
     for name in (file.name, "manifest.sqlite"):
         assert stat.S_IMODE((tmp_path / "data" / name).stat().st_mode) == 0o600
+    store.close()
+
+
+class Recording(Files):
+    """Remembers which folders were synced; fails to sync or remove where it is told to."""
+
+    def __init__(self) -> None:
+        self.synced: list[Path] = []
+        self.unsyncable: Path | None = None
+        self.removes = True
+
+    def sync_folder(self, folder: Path) -> None:
+        if folder == self.unsyncable:
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync_folder(folder)
+        self.synced.append(folder)
+
+    def remove(self, path: Path) -> None:
+        if not self.removes:
+            raise OSError(errno.EIO, "Input/output error")
+        super().remove(path)
+
+
+def test_every_folder_on_the_way_to_a_file_is_synced_before_it_is_promised(tmp_path: Path) -> None:
+    """A power cut takes entries of folders that were not; the directory itself is an entry of its parent, in every process."""
+    files, data = Recording(), tmp_path / "new" / "data"
+    store = Directory(data, b"sig", LAYOUT, files=files)
+    write(store)
+    store.commit(Commit())
+    assert {tmp_path, tmp_path / "new", data, data / "pages", data / "pages/ab"} <= set(files.synced)
+    store.close()
+    files.synced.clear()
+    store = Directory(data, b"sig", LAYOUT, files=files)  # the one before may have been killed between mkdir and sync
+    store.commit(Commit())
+    assert {tmp_path / "new", data, data / "pages"} <= set(files.synced)
+    store.close()
+
+
+def test_a_folder_that_could_not_be_synced_is_synced_before_the_next_commit(tmp_path: Path) -> None:
+    files = Recording()
+    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    write(store)
+    files.unsyncable = tmp_path / "pages"
+    with pytest.raises(OSError, match="Input/output"):
+        store.commit(Commit())
+    files.unsyncable = None
+    store.commit(Commit())
+    assert {tmp_path / "pages", tmp_path / "pages/ab"} <= set(files.synced)
+    store.close()
+
+
+def test_what_cannot_be_removed_fails_neither_a_commit_nor_a_start(tmp_path: Path) -> None:
+    files = Recording()
+    files.removes = False
+    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    kept, orphan = write(store), write(store, "pages/cd/y.safetensors")
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", kept),)))  # the orphan is of a commit that failed
+    store.remove([orphan])
+    assert (tmp_path / orphan.name).exists()
+    store.close()
+    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    assert len(store.load().pages) == 1 and (tmp_path / orphan.name).exists()
+    files.removes = True
+    store.load()
+    assert not (tmp_path / orphan.name).exists()
     store.close()
