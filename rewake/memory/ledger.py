@@ -94,13 +94,15 @@ class Ledger:
     # ---- saving
 
     def save_page(self, branch: Branch, page: Page, replaced: StoredFile | None = None) -> None:
-        """Write a full page, unless it is on disk; in place of `replaced`, if that held the same tokens."""
-        if self.writer is None or page.file is not None:
+        """Write a full page, unless it is on disk or on its way; in place of `replaced`, if that held the same tokens."""
+        if self.writer is None or page.file is not None or page.saving:
             return
         assert page.slot is not None and page.parent is not None
         self.residency.hold(page)
+        page.saving = True
 
         def done(error: Exception | None) -> None:
+            page.saving = False
             page.file = job.file if error is None else replaced
             self.residency.release(page)
 
@@ -135,7 +137,7 @@ class Ledger:
         if branch.owner.pinned:
             self._pinned = None
         for page in branch.parent.path():
-            if page.file is None and page.slot is not None and page.refs <= 1:  # not on its way: its write has failed before
+            if page.slot is not None:  # its write may have failed before
                 self.save_page(branch, page)
         self.residency.hold(branch)
 

@@ -91,7 +91,7 @@ class Resident:
 class Page(Resident):
     """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
 
-    `named`: somebody who says who they are has it in a transcript.
+    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to disk.
     """
 
     key: bytes
@@ -102,6 +102,7 @@ class Page(Resident):
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     named: bool = False
+    saving: bool = False
 
     def path(self) -> list[Page]:
         """The pages from the first to this one."""
