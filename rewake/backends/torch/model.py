@@ -79,10 +79,8 @@ class TorchBackend:
         }
 
     def describe(self) -> dict[str, str]:
-        group = self.spec.group
         return {
             "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
             "kernels": f"{self.kernels.name}: {self.kernels_why}",
             "weights": f"{str(self.loaded.dtype).removeprefix('torch.')}: {self.loaded.dtype_why}",
-            "cache": f"{len(group.layers)} layers x {group.kv_heads} KV heads x {group.k_dim}, {group.kind} attention",
         }
