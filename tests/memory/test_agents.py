@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rewake.errors import Conflict, InvalidRequest, NotFound, RequestError
+from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, RequestError
 from rewake.memory.agents import AgentSummary
 from rewake.memory.portable import read_portable
 from rewake.quant import PAGE_TOKENS
@@ -70,6 +70,33 @@ def test_turns_are_counted_and_cancelled_answers_are_not(harness: EngineHarness)
     edited = [*text[:310], 1]
     harness.ask(edited, "a")
     assert show(harness, "a").turns == (304, 315)
+
+
+def test_a_cancelled_prompt_takes_no_turn_from_those_before(harness: EngineHarness, tmp_path: Path) -> None:
+    """The last token of the answer before is known from the prompt, computed or not."""
+    text = talk(harness, "a", 300, turns=2)
+    harness.backend.before_step = fail
+    with pytest.raises(InternalError):
+        harness.ask([*text, 5, 6, 7], "a")
+    harness.backend.before_step = lambda batch: None
+    assert (show(harness, "a").tokens, show(harness, "a").turns) == (len(text), (304, 317))
+    do(harness, "rewind", "a", turn=2)
+    do(harness, "export", "a", tmp_path / "a.tar")
+    with open(tmp_path / "a.tar", "rb") as opened:
+        assert read_portable(opened, LAYOUT)[0].turns.tolist() == [304, 317]
+
+
+def fail(_: object) -> None:
+    raise RuntimeError("the model has failed")
+
+
+def test_turns_are_counted_where_computing_pays_more_than_loading(harness: EngineHarness) -> None:
+    text = talk(harness, "a", 300, turns=3)
+    harness.evict_all()
+    harness.memory.residency.gate.always = False
+    harness.memory.residency.gate.read_cost, harness.memory.residency.gate.compute_cost = 1.0, 1e-9
+    assert harness.ask([*text, 5], "a").match.computed_tokens == len(text) + 1
+    assert show(harness, "a").turns == (304, 317, 330, 335)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
