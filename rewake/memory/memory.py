@@ -102,8 +102,11 @@ class AgentMemory:
         return branch if branch.agent == request.agent and not branch.running else None
 
     def _has_room(self, num_pages: int, prefix: Prefix, source: Page | Branch | None) -> bool:
-        held = sum(page.refs > 0 for page in prefix.pages)
-        wanted = num_pages - held + (source is not None and source.refs == 0)
+        def is_placed(resident: Page | Branch) -> bool:
+            return resident.refs > 0 and self.residency.has_place(resident)
+
+        placed = sum(map(is_placed, prefix.pages))
+        wanted = num_pages - placed + (source is not None and not is_placed(source))
         reserved = sum(s.num_reserved for s in self.open_sequences)
         return wanted + reserved <= self.residency.num_available
 

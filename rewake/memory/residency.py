@@ -65,6 +65,10 @@ class Residency:
         """Slots that can be had now: free ones, and cached ones to evict."""
         return self.pool.num_free + len(self.cached)
 
+    def has_place(self, resident: Page | Branch) -> bool:
+        """Whether something held has a slot, or is about to: what is held may be cold all the same."""
+        return resident.slot is not None or resident in self.loading
+
     def bytes_of(self, slot: int) -> Arena:
         return self.arena[slot : slot + self.layout.page_bytes]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, RequestError
+from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, Overloaded, RequestError
 from rewake.memory.agents import AgentSummary
 from rewake.memory.portable import read_portable
 from rewake.quant import PAGE_TOKENS
@@ -125,6 +125,21 @@ def test_a_fork_shares_whole_pages_in_memory_and_on_disk(harness: EngineHarness)
         do(harness, "fork", "a", f"b{i}")
     assert pages() == (4 + 5, 3)  # the last, unfinished page is copied
     assert show(harness, "a").pages_shared == 1  # the third page: five branches and one hang from it
+
+
+@pytest.mark.parametrize("num_pages", [3, 4])
+def test_a_copy_does_not_take_the_room_of_the_pages_before_it(num_pages: int) -> None:
+    """Without a directory, what leaves memory is forgotten, and all behind it."""
+    harness = EngineHarness(None, num_pages=num_pages)
+    text = talk(harness, "a", 600)
+    if num_pages == 3:
+        with pytest.raises(Overloaded, match="no room"):
+            do(harness, "fork", "a", "b")
+    else:
+        do(harness, "fork", "a", "b")
+    harness.check()
+    assert harness.ask(text, "a", 1).match.computed_tokens <= 2
+    harness.close()
 
 
 def test_forgetting_the_one_that_was_forked_takes_nothing_from_the_fork(harness: EngineHarness) -> None:
