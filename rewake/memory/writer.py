@@ -218,17 +218,22 @@ class Writer:
             if isinstance(job, SaveTurn) and not job.ancestors.isdisjoint(self._unsaved_pages):
                 raise OSError("a page before it could not be saved")
             commit = job.write(self.store)
-            if isinstance(job, SavePage):
-                self._unsaved_pages.discard(job.key)
+            self._note(job, None)
             return commit, None
         except Exception as error:  # noqa: BLE001 (as above)
-            if isinstance(job, SavePage):
-                self._unsaved_pages.add(job.key)
+            self._note(job, error)
             return None, error
 
+    def _note(self, job: Job, error: Exception | None) -> None:
+        """Which pages are not on disk: nothing behind them is remembered. One that was to be replaced is there as it was."""
+        if isinstance(job, SavePage):
+            if error is None:
+                self._unsaved_pages.discard(job.key)
+            elif not job.replaced:
+                self._unsaved_pages.add(job.key)
+
     def _report(self, job: Job, error: Exception | None) -> None:
-        if isinstance(job, SavePage) and error is not None:
-            self._unsaved_pages.add(job.key)
+        self._note(job, error)
 
         def done() -> None:
             self.waiting_bytes -= self.size_of(job)

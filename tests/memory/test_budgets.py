@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from rewake.errors import DiskFull
 from rewake.memory.pool import slot_bytes
 from rewake.quant import PAGE_TOKENS
+from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
 from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
@@ -214,6 +216,65 @@ def test_a_disk_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None:
         pending = harness.ask([*text, 1], name)
         assert pending.match.computed_tokens == 1 and pending.tokens == expected_answer([*text, 1], 4)
     harness.close()
+
+
+def test_a_page_that_cannot_be_written_anew_keeps_nothing_behind_it_from_being_saved(tmp_path: Path) -> None:
+    """What was computed again is not equal to the byte: it takes the place of what is on disk. Until it does, that is there."""
+    files = FullFiles()
+    harness = EngineHarness(tmp_path, files=files, always_load=False, cipher=Cipher(bytes(32)))
+    text = talk(harness, "a", 600)
+    harness.evict_all()
+    harness.memory.residency.gate.read_cost, harness.memory.residency.gate.compute_cost = 1.0, 1e-9
+    files.is_full = True
+    assert not harness.ask([*text, 1], "a").result().saved
+    files.is_full = False
+    harness.memory.residency.gate.always = True
+    pending = harness.ask([*text, 2], "a")
+    assert pending.result().saved and pending.match.computed_tokens < 10
+    harness.restart()
+    assert harness.ask([*text, 2], "a").match.computed_tokens == 1
+    harness.close()
+
+
+class FullFiles(Files):
+    is_full = False
+
+    def create(self, path: Path) -> int:
+        if self.is_full:
+            full()
+        return super().create(path)
+
+
+def test_what_is_held_and_not_in_memory_still_needs_room(tmp_path: Path) -> None:
+    """An export needs its pages to stay as they are; they need not be in memory. Who wants them there needs slots for them."""
+    files = WaitingFiles()
+    harness = EngineHarness(tmp_path, num_pages=6, files=files)
+    text = talk(harness, "a", 900)
+    harness.restart(EchoBackend(6))
+    files.go.clear()
+    harness.backend.before_step = lambda batch: time.sleep(0.002)
+    exported: Future[Any] = Future()
+    harness.engine.call(lambda: harness.memory.agents.export("default", "a", tmp_path / "a.tar", exported.set_result)).result(10)
+    other = harness.submit(prompt(500, seed=3), "b", max_tokens=500)
+    assert other.first_token.wait(10)
+    sharing = harness.submit([*text, 1], "c")
+    time.sleep(0.1)
+    harness.check()
+    files.go.set()
+    assert exported.result(10) is None
+    assert sharing.result().match.computed_tokens == 2 and sharing.tokens == expected_answer([*text, 1], 4)
+    assert other.tokens == expected_answer(prompt(500, seed=3), 500)
+    harness.close()
+
+
+class WaitingFiles(Files):
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def read(self, path: Path, offset: int, into: memoryview) -> int:
+        assert self.go.wait(30)
+        return super().read(path, offset, into)
 
 
 def test_tokens_flow_while_the_disk_stands_still(tmp_path: Path) -> None:
