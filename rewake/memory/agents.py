@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,7 +217,7 @@ class Agents:
 
         self.residency.load(rest, loaded)
 
-    def _release(self, residents: list[Page | Branch]) -> None:
+    def _release(self, residents: Sequence[Page | Branch]) -> None:
         for resident in reversed(residents):  # the first pages are worth most: they are to be evicted last
             self.residency.release(resident)
 
