@@ -50,6 +50,7 @@ class Job(Protocol):
 class SavePage:
     """A full page, in place of one of the same tokens if there are `replaced`. `file` is there when it is done."""
 
+    name: str
     key: bytes
     parent: bytes
     depth: int
@@ -62,11 +63,8 @@ class SavePage:
     num_rows: int = PAGE_TOKENS
 
     def write(self, store: Store) -> Commit:
-        # what the manifest names is never overwritten: until the commit, that is what counts
-        again = f"-{secrets.token_hex(4)}" if self.replaced else ""
-        name = f"pages/{self.key.hex()[:2]}/{self.key.hex()}{again}.safetensors"
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
-        self.file = store.write(name, self.data.data, 0, PAGE_TOKENS, about)
+        self.file = store.write(self.name, self.data.data, 0, PAGE_TOKENS, about)
         return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.file),))
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from rewake.errors import DiskFull
 from rewake.memory.pool import slot_bytes
+from rewake.memory.tree import to_tokens
+from rewake.memory.writer import Writer
 from rewake.quant import PAGE_TOKENS
 from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
@@ -264,6 +266,85 @@ def test_what_is_held_and_not_in_memory_still_needs_room(tmp_path: Path) -> None
     assert exported.result(10) is None
     assert sharing.result().match.computed_tokens == 2 and sharing.tokens == expected_answer([*text, 1], 4)
     assert other.tokens == expected_answer(prompt(500, seed=3), 500)
+    harness.close()
+
+
+def first_page(harness: EngineHarness, text: list[int]) -> str:
+    """What its file's name begins with."""
+    tree = harness.memory.tree
+    return tree.key("default", tree.root("default"), to_tokens(text[:PAGE_TOKENS])).hex()
+
+
+class NoFirstPage(Files):
+    """A disk that does not take one page, and that can be stopped before it commits."""
+
+    name = "none"
+    begins_left = 2**63
+
+    def __init__(self) -> None:
+        self.stopped, self.go = threading.Event(), threading.Event()
+
+    def create(self, path: Path) -> int:
+        if path.name.startswith(self.name):
+            full()
+        return super().create(path)
+
+    def begin(self, cursor: Any) -> None:
+        self.begins_left -= 1
+        if self.begins_left < 0:
+            self.stopped.set()
+            assert self.go.wait(30)
+        super().begin(cursor)
+
+
+def test_what_was_saved_behind_a_page_that_was_not_goes_with_it(tmp_path: Path) -> None:
+    files = NoFirstPage()
+    harness = EngineHarness(tmp_path, files=files)
+    text = prompt(900)
+    files.name = first_page(harness, text)
+    assert not harness.ask(text, "a").result().saved
+    settled(harness)
+    harness.evict_all()
+    settled(harness)
+    assert on_disk(tmp_path) == harness.engine._store.used == 0  # type: ignore[union-attr]
+    files.name = "none"
+    assert harness.ask(text, "a").result().saved
+    settled(harness)
+    assert on_disk(tmp_path) == harness.engine._store.used  # type: ignore[union-attr]
+    harness.close()
+
+
+def test_rows_of_a_turn_that_is_lost_are_not_those_of_the_turn_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was not saved leaves memory while the turn behind it still waits for the disk: the agent is back at its last turn."""
+    files = NoFirstPage()
+    harness = EngineHarness(tmp_path, files=files)
+    text = talk(harness, "a", 100)
+    longer = [*text, *prompt(600, seed=7)]
+    files.name = first_page(harness, longer)
+    next_batch = Writer._next_batch
+
+    def one_at_a_time(writer: Writer) -> Any:
+        batch = next_batch(writer)
+        with writer._waiting:
+            writer._jobs.extendleft(reversed(batch[1:]))
+        return batch[:1]
+
+    monkeypatch.setattr(Writer, "_next_batch", one_at_a_time)
+
+    def stop_the_disk(batch: Any) -> None:
+        if batch.rows[0].end > len(longer):
+            time.sleep(0.3)  # all that was computed before is written by now, or could not be
+            files.begins_left = 1  # the page again, which fails; then the turn
+
+    harness.backend.before_step = stop_the_disk
+    pending = harness.submit(longer, "a", max_tokens=2)
+    assert files.stopped.wait(10)
+    harness.evict_all()
+    harness.check()
+    files.go.set()
+    assert not pending.result().saved
+    again = harness.ask([*text, 5], "a")
+    assert again.tokens == expected_answer([*text, 5], 4) and harness.backend.num_wrong == 0
     harness.close()
 
 
