@@ -30,9 +30,7 @@ class LlamaCpp(Peer):
     repetitions = 2
 
     def python(self) -> Path:
-        variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(THREADS)}
-        if shutil.which("clang") and shutil.which("clang++"):
-            variables |= {"CC": "clang", "CXX": "clang++"}
+        variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(THREADS), **compilers()}
         install = ["install", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={VERSION}"]
         return environment(f"llama-cpp-{VERSION}", [install], variables)
 
@@ -45,6 +43,14 @@ class LlamaCppQ4(LlamaCpp):
     name = "llama.cpp-q4"
     kv = "q4_0"
     repetitions = 1
+
+
+def compilers() -> dict[str, str]:
+    """CC and CXX for a build: clang where there is one, under its name or with a version, the newest first."""
+    for version in ("", *(f"-{n}" for n in range(21, 13, -1))):
+        if shutil.which(f"clang{version}") and shutil.which(f"clang++{version}"):
+            return {"CC": f"clang{version}", "CXX": f"clang++{version}"}
+    return {}
 
 
 def gguf() -> Path:
