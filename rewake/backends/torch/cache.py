@@ -25,16 +25,17 @@ ATTENTION = "rewake"
 class ModelPages:
     """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
 
-    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels) -> None:
+    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, k_mean: Tensor | None = None) -> None:
         self.arena = arena
         self.layout = layout
         self.layouts = {layout.codec.index: layout}
         self.kernels = kernels
+        self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
         self._layers: dict[int, LayerAttention] = {}
 
     def layer(self, layer: int, scale: float) -> LayerAttention:
         if layer not in self._layers:
-            self._layers[layer] = LayerAttention(layer, scale)
+            self._layers[layer] = LayerAttention(layer, scale, k_mean=None if self.k_mean is None else self.k_mean[layer])
         assert self._layers[layer].scale == scale
         return self._layers[layer]
 
