@@ -18,7 +18,7 @@ from rewake.backends.torch.measure import CHUNK, Scores, compare, prompt_row, re
 from rewake.backends.torch.model import TorchBackend
 from rewake.calibration import Calibration, Loss
 from rewake.errors import ModelError
-from rewake.quant import CODINGS, PAGE_TOKENS
+from rewake.quant import CODINGS, PAGE_TOKENS, decode, encode, hadamard
 from rewake.request import Sampling
 
 __all__ = ["calibrate", "k_mean", "write_documents"]
@@ -44,7 +44,7 @@ def calibrate(loaded: LoadedModel, text: Sequence[int] | None, name: str, say: S
         text, name = text[:TOKENS], f"{min(len(text), TOKENS)} tokens of {name}"
     windows = list(cut(text, min(WINDOW, loaded.spec.max_positions - 1)))
     say(f"The mean of K, and what {', '.join(MEASURED)} lose on {name} ...")
-    mean = k_mean(loaded, windows)
+    mean = fit_sink(k_mean(loaded, windows), first_k(loaded, windows[0]))
     return Calibration(loaded.fingerprint, mean, losses(loaded, mean, windows), name)
 
 
@@ -90,6 +90,30 @@ def k_mean(loaded: LoadedModel, windows: Sequence[Sequence[int]]) -> npt.NDArray
         total = read_k(backend, len(computed)).sum(2, dtype=np.float64) + (total if tokens else 0)
         tokens += len(computed)
     return np.ascontiguousarray(total / tokens, np.float32)
+
+
+def first_k(loaded: LoadedModel, window: Sequence[int]) -> npt.NDArray[np.float32]:
+    """K of a prompt's first token, [layers, kv_heads, k_dim]: the model's own first token, if it has one, else the window's."""
+    backend = plain(loaded, 1)
+    backend.forward(Batch((prompt_row(backend, (begin(loaded) or window)[:1], 0),)))
+    return read_k(backend, 1)[:, :, 0]
+
+
+def fit_sink(mean: npt.NDArray[np.float32], first: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Move `mean` by less than a step of 4 bits, so that `first` lies on the very values its code stands for.
+
+    Every query attends to the first token, and much (an attention sink, arXiv 2309.17453), so that the error of its one row of K
+    shifts all of them; and behind the first layers that row is nearly the same whatever the text. What coding it loses is
+    put into the mean instead: the other rows do not notice. Four bits in groups of 64 are what this is for.
+    """
+    codec, group = CODINGS["q4"]
+    dim = mean.shape[-1]
+    rotation = hadamard(dim)
+    moved = mean.astype(np.float64)
+    for _ in range(3):  # the second round is for what rounding the first one's scale and bias has left
+        rotated = np.asarray((first - moved) @ rotation, np.float32)
+        moved += (rotated - decode(*encode(rotated, codec.k_bits, group), codec.k_bits, group, dim)) @ rotation
+    return np.ascontiguousarray(moved, np.float32)
 
 
 def losses(loaded: LoadedModel, mean: npt.NDArray[np.float32], windows: Sequence[Sequence[int]]) -> dict[str, Loss]:
