@@ -1,4 +1,4 @@
-"""The command line: serve, pull, chat, agents, doctor, replay."""
+"""The command line: serve, pull, calibrate, chat, agents, doctor, replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx
 from rewake.agents_cli import SERVER_FLAGS, add_agents, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
-from rewake.errors import NotFound, RewakeError
+from rewake.errors import ConfigError, NotFound, RewakeError
 from rewake.memory.pool import slot_bytes
 from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 CHAT_TOKENS, CHAT_TEMPERATURE = 512, 0.2  # of an answer in `chat`: small models ramble, and more so when warm
 AGENT_SIZES = (4096, 8192, 16384, 32768)  # tokens
-MODEL_FLAGS = ("model", "kv", "memory", "threads")
+MODEL_FLAGS = ("model", "kv", "kv_loss", "memory", "threads")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
 
     command("serve", serve, "serve the OpenAI protocol on this machine")
     command("pull", pull, "fetch a model, and convert it if need be", ("model",))
+    about = "measure a model: centre its keys, so that they lose less in few bits, and tell what each codec loses"
+    calibrate_parser = command("calibrate", calibrate, about, ("model", "threads", "kv_loss"))
+    calibrate_parser.add_argument("--text", type=Path, metavar="FILE", help="what to measure on (text the model itself writes)")
+    calibrate_parser.add_argument("--again", action="store_true", help="even if it was done before")
     chat_parser = command("chat", chat, "talk to an agent of a running server", tuple(SERVER_FLAGS), SERVER_FLAGS)
     chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
@@ -109,6 +113,42 @@ def pull(config: Config, _: dict[str, Any]) -> int:
     return 0
 
 
+def calibrate(config: Config, flags: dict[str, Any]) -> int:
+    from rewake.backends.torch.calibrate import calibrate
+    from rewake.backends.torch.loader import load_model
+    from rewake.calibration import choose, find, folder
+    from rewake.models import resolve
+    from rewake.text.tokenizer import Tokenizer
+
+    path = resolve(config.model)
+    loaded = load_model(path, config.threads)
+    known = find(loaded.fingerprint)
+    if known and not flags["again"]:
+        say(f"This model has been measured on {known.text}; --again does it anew.")
+    else:
+        file = flags["text"]
+        text = None if file is None else Tokenizer(path).encode(read_text(file))
+        known = calibrate(loaded, text, "" if file is None else file.name, say)
+        say(f"Kept in {known.save(folder())}.")
+        say(STALE)
+    for coding, loss in known.losses.items():
+        say(f"{coding:8} {loss.perplexity:+.2%} (+-{loss.error:.2%}) perplexity, {loss.agreement:.1%} equal best tokens, KL {loss.kl:.4f}")
+    coding, why = choose(known.losses, config.kv_loss)
+    say(f"--kv auto takes {coding}: it {why}")
+    return 0
+
+
+STALE = """Memories of this model that were made before are kept, but do not fit and are not used from now on: agents read once more.
+Removing the file brings them back, and hides those made in between."""
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a text that can be read: {error}") from error
+
+
 def doctor(config: Config, _: dict[str, Any]) -> int:
     from rewake.models import resolve
     from rewake.service import load_backend
@@ -121,7 +161,7 @@ def doctor(config: Config, _: dict[str, Any]) -> int:
     facts = {
         "model": f"{config.model} in {path}",
         **backend.describe(),
-        "codec": f"{layout.codec.name}: {layout.token_bytes} bytes a token (--kv)",
+        "token": f"takes {layout.token_bytes} bytes",
         "memory": budget(layout.page_bytes, config.memory) + " (--memory)",
         "context": f"{context(config.context, longest)}; the model's longest takes {size(full)}",
         "data": f"{config.data}" + ("" if config.data.exists() else " (not there yet)"),

@@ -19,12 +19,13 @@ from platformdirs import user_config_path, user_data_path
 
 from rewake.errors import ConfigError
 from rewake.models import DEFAULT_MODEL
-from rewake.quant import CODECS
+from rewake.quant import CODINGS
 
-__all__ = ["KEY_FILE", "Config", "add_flags", "load_config", "parse_bytes"]
+__all__ = ["AUTO", "KEY_FILE", "Config", "add_flags", "load_config", "parse_bytes"]
 
 KEY_FILE = user_config_path("rewake") / "key"  # never a flag: other users see those
 
+AUTO = "auto"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZES = ("memory", "disk")  # settings in bytes
 
@@ -41,7 +42,8 @@ class Config:
     data: Path = setting(user_data_path("rewake"), "directory of memories")
     memory: int = setting(4 * 2**30, "bytes for pages in memory, such as 4GiB")
     disk: int = setting(32 * 2**30, "bytes for pages on disk; what is worth least is forgotten beyond that")
-    kv: str = setting("q4", f"how K and V are kept: {', '.join(CODECS)}")
+    kv: str = setting("q4", f"how K and V are kept: {', '.join(CODINGS)} (:32 is the group size), or auto: see --kv-loss")
+    kv_loss: float = setting(0.01, "what --kv auto may lose of perplexity: it takes the smallest codec that loses at most that")
     context: int = setting(0, "longest prompt + answer in tokens (0: the model's)")
     max_running: int = setting(16, "requests computed together")
     max_waiting: int = setting(256, "requests that may wait before more are refused")
@@ -59,8 +61,10 @@ class Config:
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
-        if self.kv not in CODECS:
-            raise ConfigError(f"kv is {self.kv!r}: it must be one of {', '.join(CODECS)}")
+        if self.kv not in (*CODINGS, AUTO):
+            raise ConfigError(f"kv is {self.kv!r}: it must be one of {', '.join((*CODINGS, AUTO))}")
+        if not 0 <= self.kv_loss < float("inf"):
+            raise ConfigError(f"kv_loss is {self.kv_loss}: it must be at least 0, such as 0.01 for 1 %")
         if self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(f"host is {self.host!r}: without API keys, only loopback addresses are served")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -145,8 +149,11 @@ def convert(name: str, kind: str, value: Any, where: str) -> Any:
             return Path(value).expanduser()
         if kind == "int" and (isinstance(value, (bool, float)) or not isinstance(value, (str, int))):
             raise ValueError
+        if kind == "float":
+            return float(value)
         return int(value) if kind == "int" else str(value)
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where} is {value!r}: it must be {'true or false' if kind == 'bool' else 'a whole number'}") from None
+        wanted = {"bool": "true or false", "float": "a number"}.get(kind, "a whole number")
+        raise ConfigError(f"{where} is {value!r}: it must be {wanted}") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -21,7 +21,7 @@ from platformdirs import user_cache_path
 
 from rewake.errors import ModelError
 
-__all__ = ["DEFAULT_MODEL", "resolve"]
+__all__ = ["DEFAULT_MODEL", "models_path", "resolve"]
 
 
 @dataclass(frozen=True)

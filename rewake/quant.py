@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "AUTO_ORDER",
     "CODECS",
+    "CODINGS",
     "PAGE_TOKENS",
     "Codec",
     "PageLayout",
@@ -44,6 +46,9 @@ class Codec:
 
 
 CODECS = {c.name: c for c in (Codec("q4", 4, 4, 0), Codec("k8v4", 8, 4, 1), Codec("q8", 8, 8, 2), Codec("bf16", 16, 16, 3))}
+# What `--kv` names: a codec with groups of 64 values, or of 32 (more scales: q4 takes 5.0 bits a value instead of 4.5).
+CODINGS = {name: (c, 64) for name, c in CODECS.items()} | {f"{name}:32": (c, 32) for name, c in CODECS.items() if c.v_bits < 16}
+AUTO_ORDER = ("q4", "k8v4", "q8", "bf16")  # what `--kv auto` chooses from, smallest first
 
 
 @dataclass(frozen=True)

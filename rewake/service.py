@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rewake.backends.base import Backend
-from rewake.config import KEY_FILE, Config
+from rewake.calibration import Calibration, choose, find
+from rewake.config import AUTO, KEY_FILE, Config
 from rewake.engine import Engine
+from rewake.errors import ConfigError
 from rewake.models import resolve
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.quant import CODINGS, PAGE_TOKENS, PageLayout
 from rewake.replay import Recorder
 from rewake.store.base import Store
 from rewake.store.crypto import Cipher, find_key
@@ -51,10 +53,31 @@ def signature(facts: Mapping[str, Any]) -> bytes:
 
 
 def load_backend(config: Config, path: Path) -> Backend:
+    """Raises ModelError, and ConfigError for `--kv auto` where nothing was measured."""
     from rewake.backends.torch.loader import load_model
     from rewake.backends.torch.model import TorchBackend
 
-    return TorchBackend(load_model(path, config.threads), config.kv, config.memory)
+    loaded = load_model(path, config.threads)
+    calibration = find(loaded.fingerprint)
+    coding, why = choose_coding(config, calibration)
+    codec, group = CODINGS[coding]
+    notes = {"kv": f"{coding}, {bits(loaded.spec.group.layout(codec, group))} bits a value: {why}"}
+    if codec.k_bits < 16:
+        notes["centring"] = f"on {calibration.text}" if calibration else "none (`rewake calibrate` makes K and V lose less)"
+    return TorchBackend(loaded, codec.name, config.memory, group, calibration.k_mean if calibration else None, notes)
+
+
+def choose_coding(config: Config, calibration: Calibration | None) -> tuple[str, str]:
+    if config.kv != AUTO:
+        loss = calibration.losses.get(config.kv) if calibration else None
+        return config.kv, "as asked for" + (f"; loses {loss.perplexity:.2%} of perplexity on the calibration text" if loss else "")
+    if calibration is None:
+        raise ConfigError(f"--kv auto needs to know what each codec loses: run `rewake calibrate --model {config.model}` first")
+    return choose(calibration.losses, config.kv_loss)
+
+
+def bits(layout: PageLayout) -> str:
+    return f"{layout.token_bytes * 8 / (layout.layers * layout.kv_heads * (layout.k_dim + layout.v_dim)):.3g}"
 
 
 def open_store(config: Config, sign: bytes, layout: PageLayout) -> Store | None:

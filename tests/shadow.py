@@ -70,8 +70,8 @@ class ShadowBackend:
         return getattr(self.backend, name)
 
 
-def torch_backend(model: Any, kv: str, num_pages: int) -> Any:
+def torch_backend(model: Any, kv: str, num_pages: int, k_mean: Any = None) -> Any:
     from rewake.backends.torch.model import TorchBackend
 
     page = slot_bytes(TorchBackend(model, kv, 8 * 2**20).layout.page_bytes)
-    return TorchBackend(model, kv, num_pages * page)
+    return TorchBackend(model, kv, num_pages * page, k_mean=k_mean)

@@ -39,6 +39,9 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         ({"REWAKE_PERSIST": "perhaps"}, "REWAKE_PERSIST .* true or false"),
         ({"REWAKE_MEMORY": "much"}, "REWAKE_MEMORY: 'much' is not a size"),
         ({"REWAKE_KV": "q3"}, "kv is 'q3'"),
+        ({"REWAKE_KV": "bf16:32"}, "kv is 'bf16:32'"),
+        ({"REWAKE_KV_LOSS": "little"}, "REWAKE_KV_LOSS is 'little': it must be a number"),
+        ({"REWAKE_KV_LOSS": "nan"}, "kv_loss is nan"),
         ({"REWAKE_HOST": "0.0.0.0"}, "only loopback"),
         ({"REWAKE_PORT": "70000"}, "port is 70000"),
         ({"REWAKE_CHUNK": "0"}, "chunk is 0: it must be at least 1"),
@@ -47,6 +50,12 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
 def test_errors_name_the_setting(environment: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({}, environment, tmp_path / "none")
+
+
+@pytest.mark.parametrize("kv", ["auto", "q4:32", "k8v4"])
+def test_ways_to_keep_k_and_v(kv: str, tmp_path: Path) -> None:
+    config = load_config({"kv": kv, "kv_loss": "0.02"}, {}, tmp_path / "none")
+    assert (config.kv, config.kv_loss) == (kv, 0.02)
 
 
 def test_the_key_is_no_setting(tmp_path: Path) -> None:

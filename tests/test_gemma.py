@@ -13,7 +13,7 @@ from rewake.models import resolve
 from rewake.replay import digest
 from rewake.service import signature
 from tests.fakes import EngineHarness
-from tests.test_wake import torch_backend
+from tests.shadow import torch_backend
 
 WINDOW = 512
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"memory", "sequence", "scheduler", "text"},
     {"backends"},
     {"store"},
-    {"config"},
+    {"config", "calibration"},
     {"models"},
     {"spec", "request"},
     {"quant"},

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from rewake.backends.base import Batch, Row
+from rewake.backends.torch.calibrate import fit_sink, k_mean, write_documents
 from rewake.backends.torch.kernels.vectorised import decode, encode
+from rewake.backends.torch.loader import load_model
+from rewake.backends.torch.measure import compare
 from rewake.backends.torch.sampler import Sampler
 from rewake.memory.pool import slot_bytes
-from rewake.quant import bf16_to_f32
+from rewake.quant import bf16_to_f32, hadamard
 from rewake.quant import decode as reference_decode
 from rewake.quant import encode as reference_encode
 from rewake.request import Sampling
-from tests.test_wake import torch_backend
+from tests.shadow import torch_backend
 
 GREEDY = Sampling(temperature=0)
 
@@ -80,6 +83,60 @@ def test_logits_are_those_of_transformers(
     """In pieces cut around page edges; what a codec loses is bounded on text the model finds easy."""
     mine = steps(torch_backend(real_model, kv, 4), text_ids, CUTS)
     assert mean_kl(transformers_logits[[c - 1 for c in CUTS]], mine) < bound
+
+
+def test_centring_changes_the_error_of_coding_only(real_model: Any, text_ids: list[int]) -> None:
+    """Softmax ignores the mean that is taken away: with 8 bits the logits stay, whatever it is."""
+    mean = k_mean(real_model, [text_ids[:257]])
+    made = {"bf16": torch_backend(real_model, "bf16", 2)}
+    made |= {str(factor): torch_backend(real_model, "q8", 2, factor * mean) for factor in (0, 1, -1)}
+    kl = {name: scores.kl.mean() for name, scores in compare(made, text_ids[:257]).items()}
+    assert kl["bf16"] == 0 and max(kl.values()) < 0.01, kl
+
+
+@pytest.mark.parametrize("dim", [16, 64, 96])
+def test_the_fitted_mean_makes_the_sinks_code_exact(dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    mean, first = rng.normal(size=(2, 5, 3, dim)).astype(np.float32) * 4
+    fitted = fit_sink(mean, first)
+    error, step = {}, 0.0
+    for name, centre in (("mean", mean), ("fitted", fitted)):
+        rotated = ((first - centre) @ hadamard(dim)).astype(np.float32)
+        coded = reference_encode(rotated, 4, 64)
+        step = max(step, float(bf16_to_f32(coded[1]).max()))
+        error[name] = np.abs(reference_decode(*coded, 4, 64, dim) - rotated).mean()
+    assert error["fitted"] < error["mean"] / 10
+    assert np.abs((fitted - mean) @ hadamard(dim)).max() < step
+
+
+def test_the_mean_is_that_of_transformers_keys(tiny: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    windows = [list(range(500, 1001))]  # its last token is never computed
+    mean = k_mean(load_model(tiny, threads=2), windows)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    with torch.inference_mode():
+        cache = model(torch.tensor(windows)[:, :-1], use_cache=True).past_key_values
+    keys = np.stack([layer.keys[0].float().mean(1).numpy() for layer in cache.layers])
+    assert mean.shape == keys.shape == (2, 2, 16)
+    np.testing.assert_allclose(mean, keys, atol=2e-3)
+
+
+def test_what_the_model_writes_is_the_same_each_time(tiny: Path) -> None:
+    loaded = load_model(tiny, threads=2)
+    text = write_documents(loaded, 3, 10)
+    assert len(text) == 30 and len(set(text)) > 10 and text[::10] == [loaded.model.config.bos_token_id] * 3
+    assert write_documents(loaded, 3, 10) == text
+
+
+def test_the_mean_is_a_fact_of_coded_pages_only(tiny: Path) -> None:
+    loaded = load_model(tiny, threads=2)
+    mean = np.zeros((2, 2, 16), np.float32)
+    without, zero, other = (torch_backend(loaded, "q4", 1, m).facts() for m in (None, mean, mean + 1))
+    assert "centring" not in without and zero["centring"] != other["centring"]
+    assert {k: v for k, v in zero.items() if k != "centring"} == without
+    assert torch_backend(loaded, "q4", 1, mean.copy()).facts() == zero
+    assert torch_backend(loaded, "bf16", 1, mean).facts() == torch_backend(loaded, "bf16", 1).facts()
 
 
 def test_a_batch_of_strangers_computes_what_each_alone_does(real_model: Any, text_ids: list[int]) -> None:

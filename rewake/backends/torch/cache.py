@@ -28,12 +28,15 @@ ATTENTION = "rewake"
 class ModelPages:
     """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
 
-    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, spec: ModelCacheSpec) -> None:
+    def __init__(
+        self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
+    ) -> None:
         self.arena = arena
         self.layout = layout
         self.spec = spec
         self.layouts = {layout.codec.index: layout}
         self.kernels = kernels
+        self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
         self._layers: dict[int, LayerAttention] = {}
 
     def layer(self, layer: int, scale: float, window: int | None, soft_cap: float | None, sinks: Tensor | None) -> LayerAttention:
@@ -51,6 +54,7 @@ class ModelPages:
                 sinks=None if sinks is None else sinks.detach().float().contiguous(),
                 v_is_k_prefix=latent_dim > 0,
                 v_dim=latent_dim or None,
+                k_mean=None if self.k_mean is None else self.k_mean[layer],
             )
         assert self._layers[layer].scale == scale
         return self._layers[layer]

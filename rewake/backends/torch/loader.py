@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ class LoadedModel:
     dtype: torch.dtype
     dtype_why: str
     facts: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what K depends on, but not how it is coded, nor with which version of what it is computed."""
+        content = json.dumps([self.facts["weights"], asdict(self.spec)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def load_model(path: Path, threads: int = 0) -> LoadedModel:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,16 +26,30 @@ __all__ = ["TorchBackend"]
 class TorchBackend:
     """One loaded model, and an arena of `memory` bytes for its pages. See `rewake.backends.base.Backend`."""
 
-    def __init__(self, loaded: LoadedModel, codec: str, memory: int, group_size: int = 64) -> None:
-        """Raises ModelError if the arena does not hold one page."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        codec: str,
+        memory: int,
+        group_size: int = 64,
+        k_mean: npt.NDArray[np.float32] | None = None,
+        notes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`k_mean` [layers, kv_heads, k_dim] is what K is centred by before it is coded; `notes` are for `describe`.
+
+        Raises ModelError if the arena does not hold one page.
+        """
         self.loaded = loaded
+        self._notes = notes
         self.spec = loaded.spec
         self.layout = self.spec.group.layout(CODECS[codec], group_size)
         if memory < self.layout.page_bytes:
             raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({self.layout.page_bytes} bytes)")
         self.kernels, self.kernels_why = load_kernels()
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
-        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, self.spec)
+        self._k_mean = k_mean if self.layout.codec.k_bits < 16 else None  # plain values are kept as they are
+        means = None if self._k_mean is None else torch.from_numpy(self._k_mean)
+        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, self.spec, means)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
@@ -50,6 +68,12 @@ class TorchBackend:
             assert row.sampling is not None
             tokens.append(self._sampler.sample(scores, row.sampling, row.sampler))
         return Output(tuple(tokens), logits.numpy())
+
+    def score(self, batch: Batch) -> Tensor:
+        """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
+        kv = BatchQuantizedKVCache(self._pages, batch)
+        with torch.inference_mode():
+            return self._logits(batch, kv, torch.arange(len(kv.batch.append_pages))).float()
 
     def _logits(self, batch: Batch, kv: BatchQuantizedKVCache, keep: Tensor) -> Tensor:
         """All sequences flattened to one: [1, tokens] in, logits of the positions `keep` out."""
@@ -71,16 +95,19 @@ class TorchBackend:
         self._sampler.forget(sampler)
 
     def facts(self) -> dict[str, Any]:
-        return {
+        facts = {
             **self.loaded.facts,
             "kv": self.layout.codec.name,
             "group_size": self.layout.group_size,
             "rotation": "hadamard" if self.layout.codec.k_bits < 16 else None,
         }
+        # absent, not null, where there is none: so what was remembered before there was a vector is still found without one
+        return facts if self._k_mean is None else {**facts, "centring": hashlib.sha256(self._k_mean.tobytes()).hexdigest()}
 
     def describe(self) -> dict[str, str]:
         return {
             "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
             "kernels": f"{self.kernels.name}: {self.kernels_why}",
             "weights": f"{str(self.loaded.dtype).removeprefix('torch.')}: {self.loaded.dtype_why}",
+            **self._notes,
         }
