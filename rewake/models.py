@@ -40,6 +40,7 @@ WHEELS = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+FORM = "-2"  # of what conversion makes: folders that an older one has made are left alone
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*")
 
 
@@ -120,7 +121,7 @@ def from_hub(name: str) -> Path:
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder `name` in the model cache; made beside it and renamed, so that it is whole or not there."""
-    target = models_path() / name
+    target = models_path() / f"{name}{FORM}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """Dense decoders of the Llama family, from their weights as shipped to the native step's plan. See kernels.step.
 
-Weights come from `weights.gguf` if the folder has one, and stay as they are coded there; else from its safetensors, as
-bfloat16. Knows configs and names of weights; knows no arithmetic, and nothing of transformers.
+Weights come from the folder's safetensors, as bfloat16; or, where the model was shipped as GGUF, from `coded/`, which has
+them in the blocks they have there (convert.py writes it). Knows configs, names and blocks; knows no arithmetic, and
+nothing of transformers.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from rewake.backends.torch.kernels.packing import GROUP, Matrix, coded, plain
+from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.kernels.step import DenseLayer, DensePlan, Weights, why_unfit
 from rewake.errors import ModelError
-from rewake.quant import f32_to_bf16
 
-__all__ = ["GGUF", "load_dense", "why_not_dense"]
+__all__ = ["BLOCKS", "CODED", "OF_LAYER", "TOP", "load_dense", "why_not_dense"]
 
-GGUF = "weights.gguf"
+CODED = "coded/weights.safetensors"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY = ("default", "linear", "llama3")
 F32 = npt.NDArray[np.float32]
@@ -74,49 +76,32 @@ def frequencies(config: Mapping[str, Any]) -> F32:
     """Radians a position for each plane of a head (arXiv 2104.09864); "llama3" slows those down that turn too slowly to be known."""
     rope, dim = rope_of(config), head_dim(config)
     theta = np.float32(rope.get("rope_theta", 10000.0))
-    found = (1 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))).astype(np.float32)
+    found: F32 = (1 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))).astype(np.float32)
     if rope_type(config) == "linear":
-        return (found / np.float32(rope["factor"])).astype(np.float32)
-    if rope_type(config) == "llama3":
+        found = found / np.float32(rope["factor"])
+    elif rope_type(config) == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         turns = rope["original_max_position_embeddings"] * found / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
-        return (found * kept + found / rope["factor"] * (1 - kept)).astype(np.float32)
+        found = (found * kept + found / rope["factor"] * (1 - kept)).astype(np.float32)
     return found
 
 
-class Source(Protocol):
-    """The weights of a folder, by our names."""
-
-    def matrix(self, name: str, layer: int | None = None) -> Matrix: ...
-
-    def vector(self, name: str, layer: int | None = None, suffix: str = "weight") -> F32 | None: ...
-
-
 def load_dense(path: Path, config: Mapping[str, Any]) -> DensePlan:
-    """Raises ModelError if weights are missing or of a kind that is not known."""
-    source: Source = GgufSource(path / GGUF, config) if (path / GGUF).is_file() else SafetensorsSource(path)
-
-    def weights(name: str, layer: int | None = None) -> Weights:
-        return Weights(source.matrix(name, layer), source.vector(name, layer, "bias"))
-
-    def norm(name: str, layer: int | None = None) -> F32:
-        found = source.vector(name, layer)
-        if found is None:
-            raise ModelError(f"{path} has no weights for {name}")
-        return found
+    """Raises ModelError if weights are missing."""
+    source = Source(path)
 
     def layer(i: int) -> DenseLayer:
-        q, k, v, o, gate, up, down = (weights(name, i) for name in ("q", "k", "v", "o", "gate", "up", "down"))
-        norms = norm("attention_norm", i), norm("mlp_norm", i)
+        q, k, v, o, gate, up, down = (source.weights(name, i) for name in ("q", "k", "v", "o", "gate", "up", "down"))
+        norms = source.norm("attention_norm", i), source.norm("mlp_norm", i)
         return DenseLayer(q, k, v, o, gate, up, down, *norms, source.vector("q_norm", i), source.vector("k_norm", i))
 
-    embedding = weights("embedding")
+    embedding = source.weights("embedding")
     return DensePlan(
         layers=[layer(i) for i in range(int(config["num_hidden_layers"]))],
         embedding=embedding,
-        head=embedding if config.get("tie_word_embeddings") else weights("head"),
-        norm=norm("norm"),
+        head=embedding if config.get("tie_word_embeddings") else source.weights("head"),
+        norm=source.norm("norm"),
         frequencies=frequencies(config),
         q_heads=int(config["num_attention_heads"]),
         kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
@@ -125,75 +110,49 @@ def load_dense(path: Path, config: Mapping[str, Any]) -> DensePlan:
     )
 
 
-class SafetensorsSource:
-    """The `*.safetensors` of a folder: matrices as bfloat16, whatever float they are."""
+class Source:
+    """The weights of a folder, by our names."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
-        files = [safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))]
+        coded_file = path / CODED
+        self._path = coded_file.parent if coded_file.is_file() else path
+        files: list[Any] = [safe_open(file, framework="pt") for file in sorted(self._path.glob("*.safetensors"))]
+        if not files:
+            raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        self._path = path
 
-    def matrix(self, name: str, layer: int | None = None) -> Matrix:
-        import torch
-
-        full = self._name(name, layer, "weight")
-        if full not in self._files:
+    def weights(self, name: str, layer: int | None = None) -> Weights:
+        """A matrix as it is coded in the file, or as bfloat16 whatever float it is there; with its bias, if it has one."""
+        full = hub_name(name, layer)
+        x = self._tensor(full)
+        if x is None:
             raise ModelError(f"{self._path} has no weights {full}")
-        return plain(self._files[full].get_tensor(full).to(torch.bfloat16).view(torch.uint16).numpy())
+        kind = (self._files[full].metadata() or {}).get(full)
+        matrix = coded(BLOCKS[kind](x.numpy())) if kind in BLOCKS else plain(x.bfloat16().view(torch.uint16).numpy())
+        return Weights(matrix, self.vector(name, layer, "bias"))
+
+    def norm(self, name: str, layer: int | None = None) -> F32:
+        found = self.vector(name, layer)
+        if found is None:
+            raise ModelError(f"{self._path} has no weights {hub_name(name, layer)}")
+        return found
 
     def vector(self, name: str, layer: int | None = None, suffix: str = "weight") -> F32 | None:
-        full = self._name(name, layer, suffix)
-        return self._files[full].get_tensor(full).float().numpy() if full in self._files else None
+        x = self._tensor(hub_name(name, layer, suffix))
+        return None if x is None else x.float().numpy()
 
-    def _name(self, name: str, layer: int | None, suffix: str) -> str:
-        stem = TOP[name][0] if layer is None else f"model.layers.{layer}.{OF_LAYER[name][0]}"
-        return f"{stem}.{suffix}"
-
-
-class GgufSource:
-    """A GGUF file: matrices keep the codes they have there where the step knows them, and are bfloat16 where not."""
-
-    def __init__(self, file: Path, config: Mapping[str, Any]) -> None:
-        from gguf import GGUFReader
-
-        self._file = file
-        self._tensors = {t.name: t for t in GGUFReader(file).tensors}
-        heads = int(config["num_attention_heads"])
-        interleaved = config["model_type"] in ("llama", "mistral")  # GGUF has the planes of their heads side by side
-        self._heads = {"q": heads, "k": int(config.get("num_key_value_heads") or heads)} if interleaved else {}
-
-    def matrix(self, name: str, layer: int | None = None) -> Matrix:
-        from gguf.quants import dequantize
-
-        tensor = self._tensors.get(self._name(name, layer, "weight"))
-        if tensor is None:
-            raise ModelError(f"{self._file} has no weights {self._name(name, layer, 'weight')}")
-        kind = tensor.tensor_type.name
-        inputs, outputs = (int(n) for n in tensor.shape)
-        if kind not in BLOCKS or inputs % GROUP:
-            return plain(self._planes(name, f32_to_bf16(dequantize(tensor.data, tensor.tensor_type).reshape(outputs, inputs))))
-        codes, scales, minima, bits = BLOCKS[kind](np.ascontiguousarray(tensor.data).view(np.uint8).reshape(outputs, -1))
-        return coded(*(self._planes(name, x.reshape(outputs, -1)) for x in (codes, scales, minima)), bits)
-
-    def vector(self, name: str, layer: int | None = None, suffix: str = "weight") -> F32 | None:
-        tensor = self._tensors.get(self._name(name, layer, suffix))
-        return None if tensor is None else self._planes(name, np.array(tensor.data, np.float32))
-
-    def _planes(self, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Rows of q and k in the order of the Hub's weights: first halves of a head's planes, then second ones."""
-        if name not in self._heads:
-            return x
-        return x.reshape(self._heads[name], -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-
-    def _name(self, name: str, layer: int | None, suffix: str) -> str:
-        stem = TOP[name][1] if layer is None else f"blk.{layer}.{OF_LAYER[name][1]}"
-        return f"{stem}.{suffix}"
+    def _tensor(self, name: str) -> Tensor | None:
+        return self._files[name].get_tensor(name) if name in self._files else None
 
 
-# Blocks of 32 weights [outputs, blocks * bytes] -> codes [outputs, blocks, 32], scales and minima [outputs, blocks], bits of a code.
-Unpacked = tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16], int]
+def hub_name(name: str, layer: int | None, suffix: str = "weight") -> str:
+    stem = TOP[name][0] if layer is None else f"model.layers.{layer}.{OF_LAYER[name][0]}"
+    return f"{stem}.{suffix}"
+
+
+# Rows [outputs, bytes] of blocks of 32 weights, as GGUF has them, taken apart.
 
 
 def halves(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float16]:
@@ -201,24 +160,24 @@ def halves(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float16]:
 
 
 def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.concatenate([packed & 15, packed >> 4], -1)
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], -1).reshape(len(packed), -1)
 
 
-def q4_0(rows: npt.NDArray[np.uint8]) -> Unpacked:
+def q4_0(rows: npt.NDArray[np.uint8]) -> Codes:
     blocks = rows.reshape(len(rows), -1, 18)
     scales = halves(blocks, 0)
-    return nibbles(blocks[..., 2:]), scales, scales * np.float16(-8), 4
+    return Codes(nibbles(blocks[..., 2:]), scales, scales * np.float16(-8), 4)
 
 
-def q4_1(rows: npt.NDArray[np.uint8]) -> Unpacked:
+def q4_1(rows: npt.NDArray[np.uint8]) -> Codes:
     blocks = rows.reshape(len(rows), -1, 20)
-    return nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2), 4
+    return Codes(nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2), 4)
 
 
-def q8_0(rows: npt.NDArray[np.uint8]) -> Unpacked:
+def q8_0(rows: npt.NDArray[np.uint8]) -> Codes:
     blocks = rows.reshape(len(rows), -1, 34)
     scales = halves(blocks, 0)
-    return blocks[..., 2:] ^ 0x80, scales, scales * np.float16(-128), 8
+    return Codes((blocks[..., 2:] ^ np.uint8(0x80)).reshape(len(rows), -1), scales, scales * np.float16(-128), 8)
 
 
-BLOCKS: dict[str, Callable[[npt.NDArray[np.uint8]], Unpacked]] = {"Q4_0": q4_0, "Q4_1": q4_1, "Q8_0": q8_0}
+BLOCKS: dict[str, Callable[[npt.NDArray[np.uint8]], Codes]] = {"Q4_0": q4_0, "Q4_1": q4_1, "Q8_0": q8_0}

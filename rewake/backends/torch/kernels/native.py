@@ -27,7 +27,16 @@ __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_un
 ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
 VERSION = 2  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
-REFUSALS = ("", "instruction set", "layout or heads", "lengths", "page outside the arena", "codec without layout", "row outside its page", "token or row")
+REFUSALS = (
+    "",
+    "instruction set",
+    "layout or heads",
+    "lengths",
+    "page outside the arena",
+    "codec without layout",
+    "row outside its page",
+    "token or row",
+)
 
 
 class _Layout(Structure):

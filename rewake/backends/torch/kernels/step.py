@@ -5,14 +5,12 @@ Fills in the structures of abi.h and hands over addresses. Knows the shape of th
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from rewake.backends.torch.kernels import native
@@ -118,7 +116,12 @@ class DenseStep:
         self._kept: list[object] = [plan, arena]  # addresses of these are in the structures
         self._kernels, self._arena, self._layouts = kernels, arena, kernels.layouts_of(layouts)[0]
         layout = next(iter(layouts.values()))
-        assert (layout.layers, layout.kv_heads, layout.k_dim, layout.v_dim) == (len(plan.layers), plan.kv_heads, plan.head_dim, plan.head_dim)
+        assert (layout.layers, layout.kv_heads, layout.k_dim, layout.v_dim) == (
+            len(plan.layers),
+            plan.kv_heads,
+            plan.head_dim,
+            plan.head_dim,
+        )
         layers = (_Layer * len(plan.layers))(*(self._layer(i, layer, plan, layout) for i, layer in enumerate(plan.layers)))
         matrices = [w.matrix for layer in plan.layers for w in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
         kinds = {PLAIN_INPUTS if m.is_plain else FIXED_INPUTS for m in (*matrices, plan.head.matrix)}
@@ -139,14 +142,24 @@ class DenseStep:
         )
         self.vocab_size = plan.head.matrix.outputs
 
-    def run(self, batch: RaggedBatch, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> F32:
+    def run(
+        self, batch: RaggedBatch, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+    ) -> F32:
         """Append all K and V, and return the logits [wanted, vocab] of the rows `wanted`."""
         (rows,) = batch.append_pages.shape
         assert all(x.dtype == np.int32 and x.flags.c_contiguous for x in (tokens, positions, wanted))
         assert tokens.shape == positions.shape == (rows,)
         logits = np.empty((len(wanted), self.vocab_size), np.float32)
         self._kernels.step(
-            self._arena, self._layouts, batch, self._plan, tokens.ctypes.data, positions.ctypes.data, wanted.ctypes.data, len(wanted), logits
+            self._arena,
+            self._layouts,
+            batch,
+            self._plan,
+            tokens.ctypes.data,
+            positions.ctypes.data,
+            wanted.ctypes.data,
+            len(wanted),
+            logits,
         )
         return logits
 

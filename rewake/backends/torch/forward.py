@@ -1,0 +1,33 @@
+"""What computes a step: the native one for models it knows (`NativeForward`), transformers for all others (`eager`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rewake.backends.torch.batch import Flat
+from rewake.backends.torch.kernels.native import NativeKernels
+from rewake.backends.torch.kernels.step import DensePlan, DenseStep
+from rewake.quant import PageLayout
+
+__all__ = ["Forward", "NativeForward"]
+
+
+class Forward(Protocol):
+    """A model over the pages of one arena."""
+
+    def logits(self, flat: Flat) -> Tensor:
+        """Append K and V of all rows; float32 logits [wanted, vocab]."""
+        ...
+
+
+class NativeForward:
+    """Whole steps in one call of the kernel library."""
+
+    def __init__(self, plan: DensePlan, kernels: NativeKernels, arena: Tensor, layout: PageLayout) -> None:
+        self._step = DenseStep(plan, kernels, arena, {layout.codec.index: layout})
+
+    def logits(self, flat: Flat) -> Tensor:
+        return torch.from_numpy(self._step.run(flat.ragged, flat.tokens, flat.positions, flat.wanted))
