@@ -47,6 +47,7 @@ WHEELS = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
+FORM = "-2"  # of what conversion makes: folders that an older one has made are left alone
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*")
 
 
@@ -130,7 +131,7 @@ def from_hub(name: str) -> Path:
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder `name` in the model cache; made beside it and renamed, so that it is whole or not there."""
-    target = models_path() / name
+    target = models_path() / f"{name}{FORM}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -70,8 +70,7 @@ def write_documents(loaded: LoadedModel, documents: int, length: int) -> list[in
 
 
 def begin(loaded: LoadedModel) -> list[int]:
-    first = loaded.model.config.get_text_config().bos_token_id
-    return [int(first)] if isinstance(first, int) else []
+    return [] if loaded.first_token is None else [loaded.first_token]
 
 
 def own_row(number: int, tokens: Sequence[int], start: int, slot: int) -> Row:

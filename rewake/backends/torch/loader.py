@@ -1,22 +1,26 @@
-"""Loading a model from a folder with transformers, and naming everything its K/V depend on."""
+"""Loading a model from a folder: which way its steps take, and naming everything its K/V depend on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
 
-from rewake.backends.torch.cache import ATTENTION, register_attention
-from rewake.backends.torch.latent import absorb
+from rewake.backends.torch.dense import CODED, load_dense, why_not_dense
+from rewake.backends.torch.forward import Forward, NativeForward
+from rewake.backends.torch.kernels import native
+from rewake.backends.torch.kernels.base import AttentionKernels
+from rewake.backends.torch.kernels.native import NativeKernels
+from rewake.backends.torch.kernels.step import DensePlan
 from rewake.errors import ModelError
+from rewake.quant import PageLayout
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["LoadedModel", "load_model"]
@@ -27,13 +31,29 @@ NOT_CONTENT = ("_name_or_path", "transformers_version", "max_position_embeddings
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers model whose attention is ours; `facts` are its part of the signature."""
+    """A plan of the native step, or a transformers model whose attention is ours; `facts` are its part of the signature."""
 
-    model: Any
+    plan: DensePlan | None
+    eager: Any
     spec: ModelCacheSpec
-    dtype: torch.dtype
-    dtype_why: str
     facts: dict[str, Any]
+    step_why: str
+    weights: str
+
+    def forward(self, kernels: AttentionKernels, arena: Tensor, layout: PageLayout, k_mean: Tensor | None) -> Forward:
+        if self.plan is not None:
+            assert isinstance(kernels, NativeKernels)
+            return NativeForward(self.plan, kernels, arena, layout, self.spec, k_mean)
+        from rewake.backends.torch.eager import EagerForward
+
+        return EagerForward(self.eager, kernels, arena, layout, self.spec, k_mean)
+
+    @property
+    def first_token(self) -> int | None:
+        """What texts begin with, if the model's config says so."""
+        config = self.facts["config"]
+        first = config.get("text_config", config).get("bos_token_id")
+        return first if isinstance(first, int) else None
 
     @property
     def fingerprint(self) -> str:
@@ -42,45 +62,60 @@ class LoadedModel:
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def load_model(path: Path, threads: int = 0) -> LoadedModel:
+def load_model(path: Path, threads: int = 0, *, prefer_native: bool = True) -> LoadedModel:
     """Load the model in the folder `path`. Raises ModelError if it is none, or has a cache we cannot represent."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
-    register_attention()
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} holds no model: {error}") from error
+    if not prefer_native:
+        return load_for_transformers(path, "asked for")
+    if (reason := native.why_unavailable() or why_not_dense(config)) is not None:
+        return load_for_transformers(path, reason)
+    return load_for_native(path, config)
+
+
+def load_for_native(path: Path, config: Mapping[str, Any]) -> LoadedModel:
+    spec = ModelCacheSpec.from_config(config)
+    plan = load_dense(path, config)
+    shipped = (path / CODED).is_file()
+    facts = {"weights": weights_digest(path, CODED if shipped else "*.safetensors"), "step": "native", "config": content(config)}
+    weights = "in the blocks they are shipped in" if shipped else "bfloat16"
+    return LoadedModel(plan, None, spec, facts, "native: it is of the Llama family", weights)
+
+
+def load_for_transformers(path: Path, reason: str) -> LoadedModel:
+    from transformers import AutoConfig
+
+    from rewake.backends.torch.eager import load_eager, working_dtype
+    from rewake.backends.torch.latent import absorb
+
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} holds no model that transformers can load: {error}") from error
-    if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
     text_config = config.get_text_config().to_dict()
     spec = ModelCacheSpec.from_config(text_config)
     dtype, why = working_dtype()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
+    model = load_eager(path, dtype)
     if spec.group.kind == "latent" and not absorb(model):
         spec = ModelCacheSpec.from_config(text_config, latent=False)
-    content = {k: v for k, v in config.to_dict().items() if k not in NOT_CONTENT}
-    return LoadedModel(
-        model, spec, dtype, why, {"weights": weights_digest(path), "dtype": str(dtype), "config": content, **cache_facts(spec)}
-    )
+    facts: dict[str, Any] = {"weights": weights_digest(path, "*.safetensors"), "dtype": str(dtype), "config": content(config.to_dict())}
+    if spec.group.latent_dim:  # which the config does not say: with other code, heads are cached instead
+        facts["latent_dim"] = spec.group.latent_dim
+    weights = f"{str(dtype).removeprefix('torch.')}: {why}"
+    return LoadedModel(None, model, spec, facts, f"transformers, not the native step: {reason}", weights)
 
 
-def cache_facts(spec: ModelCacheSpec) -> dict[str, Any]:
-    """What of a model's cache its config does not say: with other code, an MLA model's heads are cached instead of its latents."""
-    return {"latent_dim": spec.group.latent_dim} if spec.group.latent_dim else {}
+def content(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k not in NOT_CONTENT}
 
 
-def working_dtype() -> tuple[torch.dtype, str]:
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16, "the processor multiplies bfloat16"
-    return torch.float32, "the processor has no fast bfloat16"
-
-
-def weights_digest(path: Path) -> str:
+def weights_digest(path: Path, pattern: str) -> str:
     """SHA-256 over the weight files, by name and content."""
     digest = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(path.glob(pattern)):
         with open(file, "rb") as opened:
             digest.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()

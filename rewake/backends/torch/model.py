@@ -1,9 +1,10 @@
-"""TorchBackend: a transformers model whose attention runs over pages in the arena."""
+"""TorchBackend: a model over pages in an arena, and the sampling of what it computes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rewake.backends.base import Batch, Output, Row
-from rewake.backends.torch.cache import BatchQuantizedKVCache, ModelPages
+from rewake.backends.torch.batch import flatten
 from rewake.backends.torch.kernels import load_kernels
 from rewake.backends.torch.loader import LoadedModel
 from rewake.backends.torch.sampler import Sampler
@@ -49,38 +50,22 @@ class TorchBackend:
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
         self._k_mean = k_mean if self.layout.codec.k_bits < 16 else None  # plain values are kept as they are
         means = None if self._k_mean is None else torch.from_numpy(self._k_mean)
-        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, self.spec, means)
+        self._forward = loaded.forward(self.kernels, torch.from_numpy(self.arena), self.layout, means)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
-        kv = BatchQuantizedKVCache(self._pages, batch)
-        last_rows = kv.batch.query_starts[1:].long() - 1
-        wanted = [i for i, row in enumerate(batch.rows) if row.sampling is not None]
-        with torch.inference_mode():
-            logits = self._logits(batch, kv, last_rows[wanted] if wanted else last_rows[:1])
-        logits = logits[: len(wanted)].float()
+        logits = self._forward.logits(flatten(batch, self.layout))
+        sampled = [row for row in batch.rows if row.sampling is not None]
         if not torch.isfinite(logits).all():  # argmax over NaN gives a token, too: never a silent wrong answer
-            broken = [batch.rows[i].sampler for scores, i in zip(logits, wanted, strict=True) if not scores.isfinite().all()]
+            broken = [row.sampler for scores, row in zip(logits, sampled, strict=True) if not scores.isfinite().all()]
             raise ArithmeticError(f"the logits of {', '.join(broken)} are not finite")
-        tokens = []
-        for scores, i in zip(logits, wanted, strict=True):
-            row = batch.rows[i]
-            assert row.sampling is not None
-            tokens.append(self._sampler.sample(scores, row.sampling, row.sampler))
+        tokens = self._sampler.sample(logits, [(row.sampling, row.sampler) for row in sampled if row.sampling is not None])
         return Output(tuple(tokens), logits.numpy())
 
     def score(self, batch: Batch) -> Tensor:
         """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
-        kv = BatchQuantizedKVCache(self._pages, batch)
-        with torch.inference_mode():
-            return self._logits(batch, kv, torch.arange(len(kv.batch.append_pages))).float()
-
-    def _logits(self, batch: Batch, kv: BatchQuantizedKVCache, keep: Tensor) -> Tensor:
-        """All sequences flattened to one: [1, tokens] in, logits of the positions `keep` out."""
-        tokens = torch.tensor([[t for row in batch.rows for t in row.tokens]])
-        positions = torch.tensor([[p for row in batch.rows for p in range(row.start, row.end)]])
-        out = self.loaded.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
-        return out.logits[0]  # type: ignore[no-any-return]
+        flat = flatten(batch, self.layout)
+        return self._forward.logits(replace(flat, wanted=np.arange(len(flat.tokens), dtype=np.int32)))
 
     def warm_up(self) -> None:
         """Run one small step in the empty arena, so that the first request does not wait for what torch sets up.
@@ -88,8 +73,7 @@ class TorchBackend:
         Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing.
         """
         self.forward(Batch((Row((0,) * 16, 0, 0, (0,), ("warm-up",), "warm-up"),)))
-        if elsewhere := self._pages.layers_without_attention():
-            raise ModelError(f"layers {elsewhere} do not keep what they have seen in a KV cache of ours: they could not be resumed")
+        self._forward.check()
 
     def forget_sampler(self, sampler: str) -> None:
         self._sampler.forget(sampler)
@@ -108,6 +92,7 @@ class TorchBackend:
         return {
             "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
             "kernels": f"{self.kernels.name}: {self.kernels_why}",
-            "weights": f"{str(self.loaded.dtype).removeprefix('torch.')}: {self.loaded.dtype_why}",
+            "step": self.loaded.step_why,
+            "weights": self.loaded.weights,
             **self._notes,
         }

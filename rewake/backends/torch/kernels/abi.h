@@ -39,6 +39,35 @@ struct RwRows {
     int32_t bf16;
 };
 
+// A matrix of weights, [outputs, inputs], packed in tiles of 16 outputs (weights.py packs them). A tile has its columns in order:
+//   codes  for each 32 columns: [dwords of codes][16 outputs], then [16] scales and [16] minima in float16; x = code * scale + minimum
+//   plain  for each pair of columns: [16 outputs] x 2 bfloat16
+// Of every 8 columns, (0,4) (1,5) (2,6) (3,7) are pairs: nibbles i and i + 4 of a dword of 4-bit codes, bytes i and i + 2 of one
+// of 8-bit codes.
+enum RwKind { CODES4, CODES8, PLAIN };
+struct RwLinear {
+    const uint8_t* data;
+    const float* bias;  // null: none
+    int32_t outputs, inputs, kind;
+};
+
+struct RwDenseLayer {
+    RwLinear q, k, v, o, gate, up, down;
+    const float *attention_norm, *mlp_norm;
+    const float *q_norm, *k_norm;  // of each head; null: none
+    RwLayer attention;
+};
+
+// A decoder of the Llama family: everything a step needs that does not change from step to step.
+struct RwDense {
+    const RwDenseLayer* layers;
+    RwLinear embedding, head;
+    const float *norm, *frequencies;  // frequencies: [head_dim / 2], radians a position
+    int32_t num_layers, hidden, intermediate, q_heads, kv_heads, head_dim;
+    float eps;
+    int32_t input_kinds;  // which kinds of inputs the weights take, InputKind
+};
+
 }  // extern "C"
 
 constexpr int PAGE = 256;       // tokens
@@ -46,6 +75,39 @@ constexpr int SPAN = 512;       // tokens of one context split; fixed, so that n
 constexpr int BLOCK = 64;       // tokens whose attention weights share one fixed-point step
 constexpr int CODECS = 4;
 constexpr int MAX_DIM = 1024;
+
+constexpr int OUTPUT_TILE = 16;  // outputs
+constexpr int INPUT_GROUP = 32;  // columns that share a scale
+constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level cache while all weights of a thread pass by
+constexpr int AHEAD = 1536;      // bytes of weights fetched in advance
+
+enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2 };
+
+// Rows of activations as the products take them, in blocks of rows (the last one has what is left): [block][pair of columns][row].
+struct Inputs {
+    int64_t rows;
+    int columns, kinds;
+    uint32_t *pairs, *high, *low;  // fixed point; bfloat16, and what that leaves over
+    float *steps, *sums;           // [block][group][row]: step of the fixed point, sum of the group's activations
+};
+
+// Heads to be normalised and turned to their positions: row `token` of head h at x + token * stride + h * dim.
+struct HeadsJob {
+    float* x;
+    const float *norm, *turns;  // turns: [tokens][cosines, sines]
+    int64_t stride;
+    int heads, dim;
+    float eps;
+};
+
+struct LinearKernels {
+    void (*prepare)(const Inputs&, const float* x, const int32_t* rows, const float* norm, float eps, int64_t first, int64_t last);
+    void (*multiply)(const RwLinear&, const Inputs&, float* out, int64_t stride, bool add, int64_t first, int64_t last);  // of tiles
+    void (*multiply_gated)(const RwLinear& gate, const RwLinear& up, const Inputs&, const Inputs& out, int64_t first, int64_t last);  // of groups
+    void (*embed)(const RwLinear&, const int32_t* tokens, float* x, int64_t first, int64_t last);
+    void (*turn)(const HeadsJob&, int64_t first, int64_t last);  // of tokens * heads
+    int row_block;
+};
 
 struct AppendJob {
     uint8_t* arena;
@@ -93,4 +155,5 @@ struct Kernels {
     void (*attend)(const AttendJob&, const AttendItem&, float* scratch);
     void (*merge)(const AttendJob&, int seq, int head, int row, float* partials, int spans, int64_t span_stride, float* scratch);
     size_t (*scratch_bytes)(const AttendJob*);
+    const LinearKernels* linear;
 };

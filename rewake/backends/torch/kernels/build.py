@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["COMPILE_ARGS", "HEADERS", "OPENMP_ARGS", "SOURCES", "build", "command"]
+__all__ = ["COMPILE_ARGS", "HEADERS", "SOURCES", "build", "command"]
 
 HERE = Path(__file__).parent
 SOURCES = ("native.cpp",)
@@ -21,37 +21,34 @@ HEADERS = (
     "abi.h",
     "kernels_append.h",
     "kernels_attend.h",
+    "kernels_linear.h",
     "kernels_scores.h",
     "kernels_values.h",
+    "pool.h",
     "simd_avx2.h",
     "simd_avx512.h",
     "simd_portable.h",
+    "step.h",
 )
 # No contraction: coding must round as numpy does, and a row's bits must not depend on where the compiler fuses.
-COMPILE_ARGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi")
-OPENMP_ARGS = ("-fopenmp",)
+COMPILE_ARGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi")
 
 
-def command(compiler: str, target: Path, *, openmp: bool) -> list[str]:
-    extra = OPENMP_ARGS if openmp else ()
-    return [*shlex.split(compiler), *COMPILE_ARGS, *extra, "-shared", *(str(HERE / s) for s in SOURCES), "-o", str(target)]
+def command(compiler: str, target: Path) -> list[str]:
+    return [*shlex.split(compiler), *COMPILE_ARGS, "-shared", *(str(HERE / s) for s in SOURCES), "-o", str(target)]
 
 
 def build(directory: Path = HERE) -> str:
-    """Compile into `directory`; with OpenMP if the compiler has it, else for one thread. Returns what was done."""
+    """Compile into `directory`. Returns what was done."""
     compiler = os.environ.get("CXX") or "c++"
     target = directory / f"_native{'.dylib' if sys.platform == 'darwin' else '.so'}"
-    failures = []
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        for openmp in (True, False):
-            args = command(compiler, Path(scratch) / target.name, openmp=openmp)
-            done = subprocess.run(args, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                (Path(scratch) / target.name).replace(target)  # whoever has the old one loaded keeps it
-                threads = "OpenMP" if openmp else "one thread: the compiler has no OpenMP"
-                return f"built {target} ({threads}; {sysconfig.get_platform()})\n  {shlex.join(args)}"
-            failures.append(done.stderr)
-    raise RuntimeError(f"{compiler} could not compile the native kernels:\n{failures[-1]}")
+        args = command(compiler, Path(scratch) / target.name)
+        done = subprocess.run(args, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} could not compile the native kernels:\n{done.stderr}")
+        (Path(scratch) / target.name).replace(target)  # whoever has the old one loaded keeps it
+    return f"built {target} ({sysconfig.get_platform()})\n  {shlex.join(args)}"
 
 
 if __name__ == "__main__":

@@ -456,4 +456,4 @@ void merge(const AttendJob& job, int seq, int head, int row, float* partials, in
     finish_row(job, seq, head, row, s.row_sums, s.row);
 }
 
-constexpr Kernels kernels = {append, prepare, attend, merge, scratch_bytes};
+constexpr Kernels kernels = {append, prepare, attend, merge, scratch_bytes, &linear_kernels};

@@ -1,6 +1,7 @@
 // The library: one C interface over the instruction sets, and the splitting of a step's attention over threads.
 // Includes the same kernels once per instruction set. Knows nothing of torch, Python or who owns a page.
 #include "abi.h"
+#include "pool.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +19,22 @@
 constexpr float EXP2[4] = {1.f, 0.6932828876768763f, 0.24221017887225446f, 0.05500850106759073f};
 constexpr float ROUNDING = 12582912.f;  // 1.5 * 2^23: added to a small number, it leaves the nearest integer in the low bits
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
+inline float from_f16(const void* p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, bits = (uint32_t)(half & 0x7FFF) << 13;
+    float x;
+    if (half & 0x7C00) {
+        const uint32_t moved = sign | (bits + (112u << 23));  // finite values only
+        memcpy(&x, &moved, 4);
+        return x;
+    }
+    x = (float)(half & 0x3FF) * 0x1p-24f;  // below 2^-14 there is no leading 1
+    return sign ? -x : x;
+}
+
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
@@ -26,30 +43,32 @@ constexpr float ROUNDING = 12582912.f;  // 1.5 * 2^23: added to a small number, 
 
 #if defined(REWAKE_X86)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #endif
 namespace avx512 {
 #include "simd_avx512.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 namespace avx2 {
 #include "simd_avx2.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
 }  // namespace avx2
@@ -64,6 +83,7 @@ namespace portable {
 #include "simd_portable.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
 }  // namespace portable
@@ -78,7 +98,7 @@ bool supported(int isa) {
     if (isa == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-    if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     return isa == PORTABLE;
 }
@@ -117,25 +137,22 @@ class Buffer {
     void* data_ = nullptr;
     size_t size_ = 0;
 };
-thread_local Buffer scratch_buffer, query_buffer, partial_buffer;
+thread_local Buffer scratch_buffer, query_buffer, partial_buffer, step_buffer;
 
-// Runs work(first, last) over pieces of [0, count), on as many threads as are worth waking. Where the cores are busy
-// with something else, waiting for a team to meet is what costs most, so nobody meets more than once.
+// Runs work(first, last) over pieces of [0, count), on as many threads as are worth waking.
 template <class Work> void share(int threads, int64_t count, int64_t piece, Work work) {
+    piece = std::max(piece, (count + Pool::MOST_PIECES - 1) / Pool::MOST_PIECES);
     const int64_t pieces = (count + piece - 1) / piece;
     if (threads <= 1 || pieces <= 1) {
         if (count > 0) work(0, count);
         return;
     }
-#if defined(_OPENMP)
-#pragma omp parallel num_threads(threads)
-#pragma omp for schedule(dynamic, 1) nowait
-#endif
-    for (int64_t i = 0; i < pieces; i++) work(i * piece, std::min(count, (i + 1) * piece));
+    auto one = [&](int64_t i) { work(i * piece, std::min(count, (i + 1) * piece)); };
+    Pool::get().run(threads, pieces, one);
 }
 
 // What the C++ side must be sure of before it follows an offset; 0 or the number of what is wrong.
-enum Refusal { OK, BAD_ISA, BAD_LAYOUT, BAD_LENGTH, BAD_PAGE, BAD_CODEC, BAD_ROW };
+enum Refusal { OK, BAD_ISA, BAD_LAYOUT, BAD_LENGTH, BAD_PAGE, BAD_CODEC, BAD_ROW, BAD_TOKEN };
 
 bool usable(const RwLayout& l) {
     const auto bits_ok = [](int bits) { return bits == 4 || bits == 8 || bits == 16; };
@@ -266,7 +283,7 @@ void merge_split(const AttendJob& job, const Kernels& kernels, const SplitRows& 
 // Below these a second thread costs more than it brings (about 2 us to wake and to meet).
 constexpr int64_t QUERIES_PER_PIECE = 64, LITTLE_WORK = 24, LITTLE_MERGING = 256, APPENDS_PER_PIECE = 48;
 
-void run_attend(const AttendJob& job, const Kernels& kernels, int threads) {
+void attend_rows(const AttendJob& job, const Kernels& kernels, int threads) {
     static thread_local std::vector<AttendItem> items;
     static thread_local std::vector<SplitRows> splits;
     items.clear();
@@ -289,6 +306,31 @@ void run_attend(const AttendJob& job, const Kernels& kernels, int threads) {
     });
 }
 
+Refusal run_append(const AppendJob& job, int64_t arena_bytes, const Kernels& kernels, int threads) {
+    if (Refusal bad = check_append(job, arena_bytes)) return bad;
+    const size_t bytes = kernels.scratch_bytes(nullptr);
+    share(threads, (int64_t)job.batch->tokens * job.kv_heads, APPENDS_PER_PIECE,
+          [&](int64_t a, int64_t z) { kernels.append(job, a, z, (float*)scratch_buffer.get(bytes)); });
+    return OK;
+}
+
+// What is derived from the layout is filled in here.
+Refusal run_attend(AttendJob& job, int64_t arena_bytes, const Kernels& kernels, int threads) {
+    const RwLayout* layout = first_layout(job);
+    if (!layout) return OK;  // no rows
+    if (!usable(*layout) || job.q_heads % layout->kv_heads) return BAD_LAYOUT;
+    derive(job, *layout);
+    if (Refusal bad = check_attend(job, arena_bytes)) return bad;
+    const size_t rows = (size_t)job.batch->tokens * job.q_heads, codes = round_up(job.q_stride, 32);
+    job.q_stride = (int)codes;
+    job.q_codes = (int16_t*)query_buffer.get(rows * (codes * sizeof(int16_t) + (job.k_groups + 2) * sizeof(float)));
+    job.q_terms = (float*)(job.q_codes + rows * codes);
+    attend_rows(job, kernels, threads);
+    return OK;
+}
+
+#include "step.h"
+
 }  // namespace
 
 extern "C" {
@@ -299,17 +341,9 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 1; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 2; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
-
-API int rw_openmp() {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}
 
 API int rw_append(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batch, const RwLayer* layer,
                   int32_t kv_heads, const void* k, int64_t k_token, int64_t k_head, int32_t k_bf16, const void* v, int64_t v_token,
@@ -317,11 +351,7 @@ API int rw_append(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* 
     const Kernels* kernels = kernels_of(isa);
     if (!kernels) return BAD_ISA;
     const AppendJob job = {arena, layouts, batch, layer, {k, k_token, k_head, k_bf16}, {v, v_token, v_head, v_bf16}, kv_heads};
-    if (Refusal bad = check_append(job, arena_bytes)) return bad;
-    const int64_t rows = (int64_t)batch->tokens * kv_heads;
-    const size_t bytes = kernels->scratch_bytes(nullptr);
-    share(threads, rows, APPENDS_PER_PIECE, [&](int64_t a, int64_t z) { kernels->append(job, a, z, (float*)scratch_buffer.get(bytes)); });
-    return OK;
+    return run_append(job, arena_bytes, *kernels, threads);
 }
 
 API int rw_attend(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batch, const RwLayer* layer,
@@ -332,17 +362,14 @@ API int rw_attend(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* 
     job.arena = arena, job.layouts = layouts, job.batch = batch, job.layer = layer;
     job.q = {q, q_token, q_head, q_bf16};
     job.out = out, job.q_heads = q_heads;
-    const RwLayout* layout = first_layout(job);
-    if (!layout) return OK;  // no rows
-    if (!usable(*layout) || q_heads % layout->kv_heads) return BAD_LAYOUT;
-    derive(job, *layout);
-    if (Refusal bad = check_attend(job, arena_bytes)) return bad;
-    const size_t rows = (size_t)batch->tokens * q_heads, codes = round_up(job.q_stride, 32);
-    job.q_stride = (int)codes;
-    job.q_codes = (int16_t*)query_buffer.get(rows * (codes * sizeof(int16_t) + (job.k_groups + 2) * sizeof(float)));
-    job.q_terms = (float*)(job.q_codes + rows * codes);
-    run_attend(job, *kernels, threads);
-    return OK;
+    return run_attend(job, arena_bytes, *kernels, threads);
+}
+
+API int rw_step(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batch, const RwDense* model,
+                const int32_t* tokens, const int32_t* positions, const int32_t* wanted, int32_t num_wanted, float* logits, int32_t threads) {
+    const Kernels* kernels = kernels_of(isa);
+    if (!kernels) return BAD_ISA;
+    return Step(*model, {arena, arena_bytes, layouts, batch, tokens, positions, wanted, num_wanted, logits}, *kernels, threads).run();
 }
 
 }  // extern "C"

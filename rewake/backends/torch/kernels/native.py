@@ -1,8 +1,8 @@
 """The kernels of the C++ library in this folder, called through ctypes.
 
-Checks shapes and types, hands over addresses, and knows nothing of arithmetic. The library is loaded after torch, so
-that both use the OpenMP runtime that torch brought; it keeps its own scratch per thread: under 1 MiB for heads up to
-256 values (1.5 MiB for 576), plus the queries of a step in fixed point and at most 16 MiB of sums to be merged.
+Checks shapes and types, hands over addresses, and knows nothing of arithmetic. The library has threads of its own
+(pool.h), and keeps scratch for each: under 1 MiB for heads up to 256 values (1.5 MiB for 576), plus the queries of a step
+in fixed point and at most 16 MiB of sums to be merged.
 """
 
 from __future__ import annotations
@@ -14,18 +14,29 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 
-__all__ = ["ISAS", "NativeKernels", "isas", "load", "why_unavailable"]
+__all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
 ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
-VERSION = 1  # of the interface to the library
+VERSION = 2  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
-REFUSALS = ("", "instruction set", "layout or heads", "lengths", "page outside the arena", "codec without layout", "row outside its page")
+REFUSALS = (
+    "",
+    "instruction set",
+    "layout or heads",
+    "lengths",
+    "page outside the arena",
+    "codec without layout",
+    "row outside its page",
+    "token or row",
+)
 
 
 class _Layout(Structure):
@@ -43,7 +54,7 @@ class _Batch(Structure):
     )
 
 
-class _Layer(Structure):
+class Layer(Structure):
     _fields_ = (
         ("sinks", c_void_p),
         ("k_mean", c_void_p),
@@ -64,11 +75,12 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(newest))
     if library.rw_version() != VERSION:
         raise OSError(f"{newest.name} was compiled from other sources (python -m rewake.backends.torch.kernels.build compiles them anew)")
-    shared = (c_int32, c_void_p, c_int64, POINTER(_Layout), POINTER(_Batch), POINTER(_Layer), c_int32)
+    shared = (c_int32, c_void_p, c_int64, POINTER(_Layout), POINTER(_Batch), POINTER(Layer), c_int32)
     rows = (c_void_p, c_int64, c_int64, c_int32)
     library.rw_supported.argtypes = (c_int32,)
     library.rw_append.argtypes = (*shared, *rows, *rows, c_int32)
     library.rw_attend.argtypes = (*shared, *rows, c_void_p, c_int32)
+    library.rw_step.argtypes = (*shared[:5], *(c_void_p,) * 4, c_int32, c_void_p, c_int32)
     return library
 
 
@@ -101,14 +113,14 @@ class NativeKernels:
         self.isa = isa or isas()[0]
         assert self.isa in isas(), f"{self.isa} does not run here; {isas()} do"
         self._library = _library()
-        self.name = f"native ({self.isa}{'' if self._library.rw_openmp() else ', one thread'})"
+        self.name = f"native ({self.isa})"
         self._isa = ISAS[self.isa]
         self._layouts: dict[int, tuple[Mapping[int, PageLayout], object, PageLayout]] = {}
 
     def append(
         self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor
     ) -> None:
-        native_layouts, layout = self._layouts_of(layouts)
+        native_layouts, layout = self.layouts_of(layouts)
         v = k if layer.v_is_k_prefix else v
         tokens = batch.append_pages.shape[0]
         assert k.shape == (tokens, layout.kv_heads, layout.k_dim) and k.dtype in _BF16 and v.dtype in _BF16
@@ -120,7 +132,7 @@ class NativeKernels:
             arena.numel(),
             native_layouts,
             _batch_of(batch),
-            _layer_of(layer, layout),
+            layer_of(layer, layout),
             layout.kv_heads,
             *_rows_of(k),
             *_rows_of(v),
@@ -129,7 +141,7 @@ class NativeKernels:
         assert not refused, f"append: bad {REFUSALS[refused]}"
 
     def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
-        native_layouts, layout = self._layouts_of(layouts)
+        native_layouts, layout = self.layouts_of(layouts)
         tokens, heads, dim = q.shape
         assert tokens == batch.append_pages.shape[0] and dim == layout.k_dim and heads % layout.kv_heads == 0
         assert (q.stride(2) == 1 or not tokens) and q.dtype in _BF16
@@ -141,7 +153,7 @@ class NativeKernels:
             arena.numel(),
             native_layouts,
             _batch_of(batch),
-            _layer_of(layer, layout),
+            layer_of(layer, layout),
             heads,
             *_rows_of(q),
             out.data_ptr(),
@@ -150,7 +162,36 @@ class NativeKernels:
         assert not refused, f"attend: bad {REFUSALS[refused]}"
         return out
 
-    def _layouts_of(self, layouts: Mapping[int, PageLayout]) -> tuple[object, PageLayout]:
+    def step(
+        self,
+        arena: Tensor,
+        layouts: object,
+        batch: RaggedBatch,
+        plan: Structure,
+        tokens: int,
+        positions: int,
+        wanted: int,
+        num_wanted: int,
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """The whole step of `plan` (kernels.step), with addresses of its int32 arrays; `layouts` are `layouts_of` them."""
+        refused = self._library.rw_step(
+            self._isa,
+            arena.data_ptr(),
+            arena.numel(),
+            layouts,
+            _batch_of(batch),
+            ctypes.addressof(plan),
+            tokens,
+            positions,
+            wanted,
+            num_wanted,
+            logits.ctypes.data,
+            torch.get_num_threads(),
+        )
+        assert not refused, f"step: bad {REFUSALS[refused]}"
+
+    def layouts_of(self, layouts: Mapping[int, PageLayout]) -> tuple[object, PageLayout]:
         known = self._layouts.get(id(layouts))
         if known is None or known[0] is not layouts:  # the mapping is kept, so that its id stays its own
             if len(self._layouts) >= 64:  # far more than there are cache groups: somebody makes new ones for each call
@@ -220,21 +261,21 @@ def _native_batch(batch: RaggedBatch) -> _Batch:
     return _Batch(*(getattr(batch, name).data_ptr() for name in expected), seqs, max_pages, tokens)
 
 
-def _layer_of(layer: LayerAttention, layout: PageLayout) -> _Layer:
+def layer_of(layer: LayerAttention, layout: PageLayout) -> Layer:
     native = layer.derived.get("native")
     if native is None:
         native = layer.derived["native"] = _native_layer(layer, layout)
-    assert isinstance(native, _Layer)
+    assert isinstance(native, Layer)
     return native
 
 
-def _native_layer(layer: LayerAttention, layout: PageLayout) -> _Layer:
+def _native_layer(layer: LayerAttention, layout: PageLayout) -> Layer:
     assert 0 <= layer.layer < layout.layers
     assert layer.v_is_k_prefix == (layout.v_dim == 0)
     assert not layer.v_is_k_prefix or (layer.v_dim is not None and 0 < layer.v_dim <= layout.k_dim)
     for x, shape in ((layer.sinks, None), (layer.k_mean, (layout.kv_heads, layout.k_dim))):
         assert x is None or (x.dtype is torch.float32 and x.is_contiguous() and (shape is None or x.shape == shape))
-    return _Layer(
+    return Layer(
         None if layer.sinks is None else layer.sinks.data_ptr(),
         None if layer.k_mean is None else layer.k_mean.data_ptr(),
         layer.scale,

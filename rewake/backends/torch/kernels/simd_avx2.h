@@ -1,7 +1,7 @@
-// AVX2 with FMA: 8 lanes. Included inside a namespace, with the target switched on.
+// AVX2 with FMA and F16C: 8 lanes. Included inside a namespace, with the target switched on.
 
 constexpr int W = 8;
-constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 2;
+constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 2, LINEAR_ROWS = 4;
 typedef float VF __attribute__((vector_size(32)));
 typedef int32_t VI __attribute__((vector_size(32)));
 
@@ -38,6 +38,8 @@ inline VF dot_bf16(VF a, VI b, VI c) {
     a = fma((VF)_mm256_slli_epi32((__m256i)b, 16), (VF)_mm256_slli_epi32((__m256i)c, 16), a);
     return fma((VF)_mm256_and_si256((__m256i)b, high), (VF)_mm256_and_si256((__m256i)c, high), a);
 }
+
+inline VF load_f16(const void* p) { return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 
 inline VI words(const void* p) { return (VI)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline VI word_pairs(const void* low, const void* high) {

@@ -2,6 +2,7 @@
 
 constexpr int W = 16;
 constexpr int QK_ROWS = 8, PV_ROWS = 6;  // rows whose sums fit into the registers
+constexpr int LINEAR_ROWS = 8;            // the same for products with weights
 constexpr int FUSED_ROWS = 6;             // up to so many rows, codes are unpacked into registers, not into a tile
 typedef float VF __attribute__((vector_size(64)));
 typedef int32_t VI __attribute__((vector_size(64)));
@@ -34,6 +35,8 @@ inline VF to_float(VI a) { return (VF)_mm512_cvtepi32_ps((__m512i)a); }
 // a + b.low * c.low + b.high * c.high over signed 16-bit halves of each lane
 inline VI dot16(VI a, VI b, VI c) { return (VI)_mm512_dpwssd_epi32((__m512i)a, (__m512i)b, (__m512i)c); }
 inline VF dot_bf16(VF a, VI b, VI c) { return (VF)_mm512_dpbf16_ps((__m512)a, (__m512bh)b, (__m512bh)c); }
+
+inline VF load_f16(const void* p) { return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
 inline VI words(const void* p) { return (VI)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 // lane i = word i of `low` and word i of `high`

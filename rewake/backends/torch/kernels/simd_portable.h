@@ -1,7 +1,7 @@
 // Any machine: 4 lanes in the compiler's own vector types, which become SSE2, NEON or plain code.
 
 constexpr int W = 4;
-constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 2;
+constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 2, LINEAR_ROWS = 4;
 typedef float VF __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
 
@@ -37,6 +37,12 @@ inline VI dot16(VI a, VI b, VI c) {
 inline VF dot_bf16(VF a, VI b, VI c) {
     const VI high = splat_int(0xFFFF0000);
     return fma((VF)(b & high), (VF)(c & high), fma((VF)(b << 16), (VF)(c << 16), a));
+}
+
+inline VF load_f16(const void* p) {
+    uint16_t x[W];
+    memcpy(x, p, sizeof x);
+    return VF{from_f16(x + 0), from_f16(x + 1), from_f16(x + 2), from_f16(x + 3)};
 }
 
 inline VI words(const void* p) { uint16_t x[W]; memcpy(x, p, sizeof x); return VI{x[0], x[1], x[2], x[3]}; }

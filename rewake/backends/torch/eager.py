@@ -1,28 +1,53 @@
-"""BatchQuantizedKVCache: the paged, coded KV cache of one step's batch, and the attention function that uses it.
+"""transformers' models, whose attention is ours: BatchQuantizedKVCache is the paged, coded KV cache of one step's batch.
 
-transformers calls the function below with q, k and v of all sequences, flattened to one, after RoPE. K and V are
-coded into pages; attention reads the pages. The names follow arXiv 2603.04428; the cache is a view of the arena.
+transformers calls `attend` with q, k and v of all sequences, flattened to one, after RoPE. K and V are coded into pages;
+attention reads the pages. The names follow arXiv 2603.04428; the cache is a view of the arena.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from rewake.backends.base import Batch
+from rewake.backends.torch.batch import Flat
 from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
 from rewake.backends.torch.latent import Absorbed
 from rewake.errors import ModelError
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.quant import PageLayout
 from rewake.spec import ModelCacheSpec
 
-__all__ = ["ATTENTION", "BatchQuantizedKVCache", "ModelPages", "ragged", "register_attention"]
+__all__ = ["BatchQuantizedKVCache", "EagerForward", "load_eager", "working_dtype"]
 
 ATTENTION = "rewake"
+
+
+class EagerForward:
+    """A transformers model over the pages of one arena. See `forward.Forward`."""
+
+    def __init__(
+        self, model: Any, kernels: AttentionKernels, arena: Tensor, layout: PageLayout, spec: ModelCacheSpec, k_mean: Tensor | None
+    ) -> None:
+        self._model = model
+        self._pages = ModelPages(arena, layout, kernels, spec, k_mean)
+
+    def logits(self, flat: Flat) -> Tensor:
+        tokens, positions = (torch.from_numpy(x).long()[None] for x in (flat.tokens, flat.positions))
+        keep = torch.from_numpy(flat.wanted).long() if len(flat.wanted) else torch.zeros(1, dtype=torch.int64)  # none is not possible
+        with torch.inference_mode():
+            kv = BatchQuantizedKVCache(self._pages, flat.ragged)
+            out = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
+        return out.logits[0, : len(flat.wanted)].float()  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        if elsewhere := self._pages.layers_without_attention():
+            raise ModelError(f"layers {elsewhere} do not keep what they have seen in a KV cache of ours: they could not be resumed")
 
 
 class ModelPages:
@@ -32,10 +57,9 @@ class ModelPages:
         self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
     ) -> None:
         self.arena = arena
-        self.layout = layout
-        self.spec = spec
         self.layouts = {layout.codec.index: layout}
         self.kernels = kernels
+        self.spec = spec
         self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
         self._layers: dict[int, LayerAttention] = {}
 
@@ -67,35 +91,15 @@ class ModelPages:
 class BatchQuantizedKVCache:
     """K and V of the sequences of one step: where they lie, and how to append and attend to them."""
 
-    def __init__(self, pages: ModelPages, batch: Batch) -> None:
+    def __init__(self, pages: ModelPages, batch: RaggedBatch) -> None:
         self.pages = pages
-        self.batch = ragged(batch, pages.layout)
+        self.batch = batch
 
     def append_and_attend(self, constant: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, q_heads, k_dim], k and v [tokens, kv_heads, dim] to [tokens, q_heads, v_dim]."""
         pages = self.pages
         pages.kernels.append(pages.arena, pages.layouts, self.batch, constant, k, v)
         return pages.kernels.attend(pages.arena, pages.layouts, self.batch, constant, q)
-
-
-def ragged(batch: Batch, layout: PageLayout) -> RaggedBatch:
-    """The step's rows as tensors: block table, query ranges, lengths, and the place of each new K/V row."""
-    rows = batch.rows
-    table = torch.zeros(len(rows), max(len(r.slots) for r in rows), dtype=torch.int64)
-    for i, row in enumerate(rows):
-        table[i, : len(row.slots)] = torch.tensor(row.slots, dtype=torch.int64)
-    places = [(r.slots[p // PAGE_TOKENS] if p >= r.first_append else -1, p % PAGE_TOKENS) for r in rows for p in range(r.start, r.end)]
-    counts = torch.tensor([len(r.tokens) for r in rows], dtype=torch.int32)
-    codec = layout.codec.index
-    return RaggedBatch(
-        block_table=table,
-        page_codecs=torch.full(table.shape, codec, dtype=torch.uint8),
-        query_starts=torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]),
-        kv_lengths=torch.tensor([r.end for r in rows], dtype=torch.int32),
-        append_pages=torch.tensor([page for page, _ in places], dtype=torch.int64),
-        append_rows=torch.tensor([row for _, row in places], dtype=torch.int32),
-        append_codecs=torch.full((len(places),), codec, dtype=torch.uint8),
-    )
 
 
 def attend(
@@ -130,3 +134,19 @@ def no_mask(*_: Any, **__: Any) -> None:
 def register_attention() -> None:
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, no_mask)
+
+
+def load_eager(path: Path, dtype: torch.dtype) -> Any:
+    """The transformers model in the folder `path`. Raises ModelError if there is none."""
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    register_attention()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
+
+
+def working_dtype() -> tuple[torch.dtype, str]:
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16, "the processor multiplies bfloat16"
+    return torch.float32, "the processor has no fast bfloat16"

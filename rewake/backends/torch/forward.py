@@ -1,0 +1,44 @@
+"""What computes a step: the native one for models it knows (`NativeForward`), transformers for all others (`eager`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rewake.backends.torch.batch import Flat
+from rewake.backends.torch.kernels.native import NativeKernels
+from rewake.backends.torch.kernels.step import DensePlan, DenseStep
+from rewake.quant import PageLayout
+from rewake.spec import ModelCacheSpec
+
+__all__ = ["Forward", "NativeForward"]
+
+
+class Forward(Protocol):
+    """A model over the pages of one arena."""
+
+    def logits(self, flat: Flat) -> Tensor:
+        """Append K and V of all rows; float32 logits [wanted, vocab]."""
+        ...
+
+    def check(self) -> None:
+        """After a first step. Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing."""
+        ...
+
+
+class NativeForward:
+    """Whole steps in one call of the kernel library."""
+
+    def __init__(
+        self, plan: DensePlan, kernels: NativeKernels, arena: Tensor, layout: PageLayout, spec: ModelCacheSpec, k_mean: Tensor | None
+    ) -> None:
+        windows = [spec.window(layer) for layer in spec.group.layers]
+        self._step = DenseStep(plan, kernels, arena, {layout.codec.index: layout}, windows, k_mean)
+
+    def logits(self, flat: Flat) -> Tensor:
+        return torch.from_numpy(self._step.run(flat.ragged, flat.tokens, flat.positions, flat.wanted))
+
+    def check(self) -> None:
+        """All layers do, by construction."""

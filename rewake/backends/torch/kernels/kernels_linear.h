@@ -1,0 +1,254 @@
+// Products of activations with quantised weights. Included once per instruction set, after kernels_scores.h.
+//
+// Lanes are outputs: a tile is 16 of them, and one 16-bit dot product with a pair of activations from memory serves all
+// lanes. Activations are in 16-bit fixed point with a step for each group of 32 columns, so that the sums of a group are
+// exact integers; plain bfloat16 weights meet them as bfloat16 and what that leaves over. Groups are added in the order
+// of the columns. Rows share the unpacking of weights and nothing else: a row's bits do not depend on how many there are.
+
+constexpr int COLUMNS = INPUT_GROUP;
+
+// 2^x to 1e-7, for x in [-126, 126]
+inline VF exp2_fine(VF x) {
+    const VF rounded = x + splat(ROUNDING), f = x - (rounded - splat(ROUNDING));
+    VF p = splat(1.5403530393381608e-4f);
+    for (const float c : {1.3333558146428443e-3f, 9.618129107628477e-3f, 5.550410866482158e-2f, 2.402265069591007e-1f, 6.931471805599453e-1f, 1.f})
+        p = fma(f, p, splat(c));
+    return (VF)((VI)p + ((VI)rounded << 23));
+}
+
+inline VF silu(VF x) { return x / (splat(1) + exp2_fine(min(max(x * splat(-LOG2_E), splat(-126)), splat(126)))); }
+
+// Where a row of a block stands: blocks have LINEAR_ROWS rows, the last one what is left.
+struct Place {
+    int block_rows, row;
+    int64_t first;  // of the block
+};
+inline Place place_of(const Inputs& in, int64_t row) {
+    const int64_t first = row / LINEAR_ROWS * LINEAR_ROWS;
+    return {(int)std::min<int64_t>(LINEAR_ROWS, in.rows - first), (int)(row - first), first};
+}
+
+// Column i of a group and the one it is paired with: of every 8 columns (0,4) (1,5) (2,6) (3,7).
+inline int paired(int pair) { return pair / 4 * 8 + pair % 4; }
+
+// 32 activations of one row -> pairs for every kind of weights that will meet them.
+inline void put_group(const Inputs& in, const Place& at, int group, const float* x) {
+    const int64_t base = (at.first * in.columns + (int64_t)group * COLUMNS * at.block_rows) / 2 + at.row;
+    if (in.kinds & FIXED_INPUTS) {
+        VI top = splat_int(0), sum = splat_int(0);
+        for (int i = 0; i < COLUMNS; i += W) top = max_int(top, (VI)load(x + i) & splat_int(0x7FFFFFFF));
+        const float step = fmaxf(max_lane((VF)top), 1e-25f) / 32767;
+        const VF per = splat(1 / step);
+        alignas(64) int16_t whole[COLUMNS];
+        for (int i = 0; i < COLUMNS; i += W) {
+            const VI q = round_int(load(x + i) * per);
+            store_i16(whole + i, q);
+            sum = sum + q;
+        }
+        for (int p = 0; p < COLUMNS / 2; p++)
+            in.pairs[base + (int64_t)p * at.block_rows] = (uint16_t)whole[paired(p)] | (uint32_t)(uint16_t)whole[paired(p) + 4] << 16;
+        const int64_t term = at.first * (in.columns / COLUMNS) + (int64_t)group * at.block_rows + at.row;
+        in.steps[term] = step;
+        in.sums[term] = step * sum_lanes(to_float(sum));
+    }
+    if (in.kinds & PLAIN_INPUTS) {
+        uint16_t high[COLUMNS], low[COLUMNS];
+        for (int i = 0; i < COLUMNS; i++) {
+            high[i] = to_bf16(x[i]);
+            low[i] = to_bf16(x[i] - from_bf16(high[i]));
+        }
+        for (int p = 0; p < COLUMNS / 2; p++) {
+            const int64_t to = base + (int64_t)p * at.block_rows;
+            in.high[to] = high[paired(p)] | (uint32_t)high[paired(p) + 4] << 16;
+            in.low[to] = low[paired(p)] | (uint32_t)low[paired(p) + 4] << 16;
+        }
+    }
+}
+
+inline float root_mean_square(const float* x, int n, float eps) {
+    VF sum = splat(0);
+    for (int i = 0; i < n; i += W) sum = fma(load(x + i), load(x + i), sum);
+    return sqrtf(sum_lanes(sum) / n + eps);
+}
+
+// Rows [first, last) of x, normalised if there is a norm, as inputs; row i of the inputs is row `rows[i]` of x, if there are such.
+void prepare_inputs(const Inputs& in, const float* x, const int32_t* rows, const float* norm, float eps, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
+        const float* from = x + (rows ? rows[r] : r) * in.columns;
+        const Place at = place_of(in, r);
+        const VF by = splat(norm ? 1 / root_mean_square(from, in.columns, eps) : 1);
+        for (int c = 0; c < in.columns; c += COLUMNS) {
+            alignas(64) float group[COLUMNS];
+            for (int i = 0; i < COLUMNS; i += W) {
+                const VF scaled = load(from + c + i) * by;
+                store(group + i, norm ? scaled * load(norm + c + i) : scaled);
+            }
+            put_group(in, at, c / COLUMNS, group);
+        }
+    }
+}
+
+// One tile of coded weights x R rows -> y[R][16].
+template <int BITS, int R> void multiply_coded(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    constexpr int DWORDS = BITS;  // of each lane in a group of 32
+    constexpr size_t CODES = 4 * DWORDS * OUTPUT_TILE, BYTES = CODES + 4 * OUTPUT_TILE;
+    const int groups = w.inputs / COLUMNS;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* at = w.data + tile * groups * BYTES;
+        const int32_t* pairs = (const int32_t*)in.pairs + first * in.columns / 2;
+        const float *steps = in.steps + first * groups, *sums = in.sums + first * groups;
+        VF y_of[R];
+        UNROLL
+        for (int r = 0; r < R; r++) y_of[r] = splat(0);
+        for (int g = 0; g < groups; g++, at += BYTES, pairs += R * COLUMNS / 2, steps += R, sums += R) {
+            VI sum[R];
+            UNROLL
+            for (int r = 0; r < R; r++) sum[r] = splat_int(0);
+            __builtin_prefetch(at + AHEAD);
+            UNROLL
+            for (int d = 0; d < DWORDS; d++) {
+                if (d) __builtin_prefetch(at + AHEAD + 64 * d);
+                const VI codes = load_int(at + 4 * (d * OUTPUT_TILE + lane));
+                UNROLL
+                for (int i = 0; i < PAIRS<BITS>; i++) {
+                    const VI k = pair_of<BITS>(codes, i);
+                    UNROLL
+                    for (int r = 0; r < R; r++) sum[r] = dot16(sum[r], k, splat_int(pairs[(PAIRS<BITS> * d + i) * R + r]));
+                }
+            }
+            const VF scale = load_f16(at + CODES + 2 * lane), low = load_f16(at + CODES + 2 * (OUTPUT_TILE + lane));
+            UNROLL
+            for (int r = 0; r < R; r++) y_of[r] = fma(low, splat(sums[r]), fma(to_float(sum[r]) * splat(steps[r]), scale, y_of[r]));
+        }
+        UNROLL
+        for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, y_of[r]);
+    }
+}
+
+// The same for plain bfloat16 weights.
+template <int R> void multiply_plain(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    const int count = w.inputs / 2;
+    const int64_t at = first * in.columns / 2;
+    const int32_t *high = (const int32_t*)in.high + at, *low = (const int32_t*)in.low + at;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* from = w.data + (tile * count * OUTPUT_TILE + lane) * 4;
+        VF of_high[R], of_low[R];
+        UNROLL
+        for (int r = 0; r < R; r++) of_high[r] = of_low[r] = splat(0);
+        for (int p = 0; p < count; p++, from += 4 * OUTPUT_TILE) {
+            __builtin_prefetch(from + AHEAD);
+            const VI k = load_int(from);
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                of_high[r] = dot_bf16(of_high[r], k, splat_int(high[p * R + r]));
+                of_low[r] = dot_bf16(of_low[r], k, splat_int(low[p * R + r]));
+            }
+        }
+        UNROLL
+        for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, of_high[r] + of_low[r]);
+    }
+}
+
+template <int R> inline void multiply_block(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, int rows, float* y) {
+    if constexpr (R > 1) {
+        if (rows < R) return multiply_block<R - 1>(w, tile, in, first, rows, y);
+    }
+    if (w.kind == PLAIN) return multiply_plain<R>(w, tile, in, first, y);
+    w.kind == CODES4 ? multiply_coded<4, R>(w, tile, in, first, y) : multiply_coded<8, R>(w, tile, in, first, y);
+}
+
+// y[rows][16] of one tile and one block of rows, bias included.
+inline void multiply_tile(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, int rows, float* y) {
+    multiply_block<LINEAR_ROWS>(w, tile, in, first, rows, y);
+    if (!w.bias) return;
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < OUTPUT_TILE; i += W) store(y + r * OUTPUT_TILE + i, load(y + r * OUTPUT_TILE + i) + load(w.bias + tile * OUTPUT_TILE + i));
+}
+
+// Blocks of rows that stay in the cache while weights pass by.
+template <class Act> inline void each_block(const Inputs& in, int64_t begin, int64_t end, Act act) {
+    for (int64_t first = begin; first < end; first += LINEAR_ROWS) act(first, (int)std::min<int64_t>(LINEAR_ROWS, in.rows - first));
+}
+
+// Tiles [first, last) for all rows, put to out[row][output], or added to what is there.
+void multiply(const RwLinear& w, const Inputs& in, float* out, int64_t stride, bool add, int64_t first, int64_t last) {
+    for (int64_t begin = 0; begin < in.rows; begin += ROW_PANEL)
+        for (int64_t tile = first; tile < last; tile++)
+            each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
+                alignas(64) float y[LINEAR_ROWS * OUTPUT_TILE];
+                multiply_tile(w, tile, in, row, rows, y);
+                const int count = (int)std::min<int64_t>(OUTPUT_TILE, w.outputs - tile * OUTPUT_TILE);
+                for (int r = 0; r < rows; r++) {
+                    float* to = out + (row + r) * stride + tile * OUTPUT_TILE;
+                    for (int i = 0; i < count; i++) to[i] = add ? to[i] + y[r * OUTPUT_TILE + i] : y[r * OUTPUT_TILE + i];
+                }
+            });
+}
+
+// Groups [first, last) of silu(gate) x up for all rows, as inputs of what follows.
+void multiply_gated(const RwLinear& gate, const RwLinear& up, const Inputs& in, const Inputs& out, int64_t first, int64_t last) {
+    constexpr int TILES = COLUMNS / OUTPUT_TILE;
+    for (int64_t begin = 0; begin < in.rows; begin += ROW_PANEL)
+        for (int64_t group = first; group < last; group++)
+            each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
+                alignas(64) float g[TILES][LINEAR_ROWS * OUTPUT_TILE], u[TILES][LINEAR_ROWS * OUTPUT_TILE], x[COLUMNS];
+                for (int t = 0; t < TILES; t++) {
+                    multiply_tile(gate, group * TILES + t, in, row, rows, g[t]);
+                    multiply_tile(up, group * TILES + t, in, row, rows, u[t]);
+                }
+                for (int r = 0; r < rows; r++) {
+                    for (int c = 0; c < COLUMNS; c += W) {
+                        const int at = r * OUTPUT_TILE + c % OUTPUT_TILE, t = c / OUTPUT_TILE;
+                        store(x + c, silu(load(g[t] + at)) * load(u[t] + at));
+                    }
+                    put_group(out, place_of(out, row + r), (int)group, x);
+                }
+            });
+}
+
+// Rows of an embedding: one output of the weights for each token.
+void embed(const RwLinear& w, const int32_t* tokens, float* x, int64_t first, int64_t last) {
+    const int bits = w.kind == CODES4 ? 4 : 8, groups = w.inputs / COLUMNS;
+    for (int64_t t = first; t < last; t++) {
+        const int64_t tile = tokens[t] / OUTPUT_TILE, lane = tokens[t] % OUTPUT_TILE;
+        float* to = x + t * w.inputs;
+        for (int c = 0; c < w.inputs; c += 2) {
+            const int pair = c / 2, column = pair / 4 * 8 + pair % 4;
+            if (w.kind == PLAIN) {
+                const uint16_t* both = (const uint16_t*)(w.data + ((tile * w.inputs / 2 + pair) * OUTPUT_TILE + lane) * 4);
+                to[column] = from_bf16(both[0]), to[column + 4] = from_bf16(both[1]);
+                continue;
+            }
+            const size_t codes = 4 * bits * OUTPUT_TILE;
+            const uint8_t* at = w.data + (tile * groups + c / COLUMNS) * (codes + 4 * OUTPUT_TILE);
+            const int in_group = pair % (COLUMNS / 2), pairs = 16 / bits;
+            int32_t dword;
+            memcpy(&dword, at + 4 * (in_group / pairs * OUTPUT_TILE + lane), 4);
+            const int both = dword >> (bits * (in_group % pairs)), mask = (1 << bits) - 1;
+            const float scale = from_f16(at + codes + 2 * lane), low = from_f16(at + codes + 2 * (OUTPUT_TILE + lane));
+            to[column] = (float)(both & mask) * scale + low;
+            to[column + 4] = (float)(both >> 16 & mask) * scale + low;
+        }
+    }
+}
+
+// RMSNorm of a head (if there is a norm), then its rotation by position: halves of it are the coordinates of d/2 planes.
+void turn_heads(const HeadsJob& job, int64_t first, int64_t last) {
+    const int half = job.dim / 2;
+    for (int64_t i = first; i < last; i++) {
+        const int64_t token = i / job.heads;
+        float* x = job.x + token * job.stride + i % job.heads * job.dim;
+        if (job.norm) {
+            const VF by = splat(1 / root_mean_square(x, job.dim, job.eps));
+            for (int d = 0; d < job.dim; d += W) store(x + d, load(x + d) * by * load(job.norm + d));
+        }
+        const float *cosine = job.turns + token * job.dim, *sine = cosine + half;
+        for (int d = 0; d < half; d += W) {
+            const VF a = load(x + d), b = load(x + half + d), c = load(cosine + d), s = load(sine + d);
+            store(x + d, a * c - b * s);
+            store(x + half + d, b * c + a * s);
+        }
+    }
+}
+
+constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, LINEAR_ROWS};

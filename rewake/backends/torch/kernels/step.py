@@ -1,0 +1,219 @@
+"""One call of the library for a whole step of a dense decoder: ids in, logits out. The plan is made once.
+
+Fills in the structures of abi.h and hands over addresses. Knows the shape of the Llama family; knows no file and no config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rewake.backends.torch.kernels import native
+from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
+from rewake.backends.torch.kernels.native import NativeKernels
+from rewake.backends.torch.kernels.packing import GROUP, Matrix
+from rewake.quant import PageLayout
+
+__all__ = ["DenseLayer", "DensePlan", "DenseStep", "Weights"]
+
+F32 = npt.NDArray[np.float32]
+FIXED_INPUTS, PLAIN_INPUTS = 1, 2
+LANES = 16  # of the widest vectors: half a head fills whole ones
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A matrix and what is added to its products."""
+
+    matrix: Matrix
+    bias: F32 | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """RMSNorm, grouped-query attention, RMSNorm, gated MLP; norms of each head of q and k where there are some."""
+
+    q: Weights
+    k: Weights
+    v: Weights
+    o: Weights
+    gate: Weights
+    up: Weights
+    down: Weights
+    attention_norm: F32
+    mlp_norm: F32
+    q_norm: F32 | None = None
+    k_norm: F32 | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DensePlan:
+    """A whole decoder. `frequencies` [head_dim / 2]: radians a position, for each plane of a head."""
+
+    layers: Sequence[DenseLayer]
+    embedding: Weights
+    head: Weights
+    norm: F32
+    frequencies: F32
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding.matrix.inputs
+
+    @property
+    def intermediate(self) -> int:
+        return self.layers[0].down.matrix.inputs
+
+
+def why_unfit(hidden: int, intermediate: int, q_heads: int, head_dim: int) -> str | None:
+    """Why a decoder of these widths does not fit the kernels; None if it does."""
+    if hidden % GROUP or intermediate % GROUP or q_heads * head_dim % GROUP:
+        return f"a width of it is no multiple of {GROUP}"
+    if head_dim % (2 * LANES):
+        return f"heads of {head_dim} values are no multiple of {2 * LANES}"
+    return None
+
+
+class _Linear(Structure):
+    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32), ("kind", c_int32))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        ("attention", native.Layer),
+    )
+
+
+class _Dense(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        ("embedding", _Linear),
+        ("head", _Linear),
+        ("norm", c_void_p),
+        ("frequencies", c_void_p),
+        *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim")),
+        ("eps", c_float),
+        ("input_kinds", c_int32),
+    )
+
+
+class DenseStep:
+    """A plan in the library's structures, on one instruction set and over one arena."""
+
+    def __init__(
+        self,
+        plan: DensePlan,
+        kernels: NativeKernels,
+        arena: Tensor,
+        layouts: Mapping[int, PageLayout],
+        windows: Sequence[int | None] = (),
+        k_mean: Tensor | None = None,
+    ) -> None:
+        """`windows` is each layer's, none being full attention; `k_mean` f32 [layers, kv_heads, head_dim] what K is centred by."""
+        assert why_unfit(plan.hidden, plan.intermediate, plan.q_heads, plan.head_dim) is None
+        self._kept: list[object] = [plan, arena]  # addresses of these are in the structures
+        self._kernels, self._arena, self._layouts = kernels, arena, kernels.layouts_of(layouts)[0]
+        layout = next(iter(layouts.values()))
+        scale = plan.head_dim**-0.5
+        self._attention = [
+            LayerAttention(
+                i,
+                scale,
+                window=windows[i] if windows else None,
+                k_mean=None if k_mean is None else k_mean[i].contiguous(),
+            )
+            for i in range(len(plan.layers))
+        ]
+        assert (layout.layers, layout.kv_heads, layout.k_dim, layout.v_dim) == (
+            len(plan.layers),
+            plan.kv_heads,
+            plan.head_dim,
+            plan.head_dim,
+        )
+        layers = (_Layer * len(plan.layers))(*(self._layer(i, layer, plan, layout) for i, layer in enumerate(plan.layers)))
+        matrices = [w.matrix for layer in plan.layers for w in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+        kinds = {PLAIN_INPUTS if m.is_plain else FIXED_INPUTS for m in (*matrices, plan.head.matrix)}
+        self._plan = _Dense(
+            layers,
+            self._linear(plan.embedding),
+            self._linear(plan.head),
+            self._vector(plan.norm, plan.hidden),
+            self._vector(plan.frequencies, plan.head_dim // 2),
+            len(plan.layers),
+            plan.hidden,
+            plan.intermediate,
+            plan.q_heads,
+            plan.kv_heads,
+            plan.head_dim,
+            plan.eps,
+            sum(kinds),
+        )
+        self.vocab_size = plan.head.matrix.outputs
+
+    def run(
+        self, batch: RaggedBatch, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+    ) -> F32:
+        """Append all K and V, and return the logits [wanted, vocab] of the rows `wanted`."""
+        (rows,) = batch.append_pages.shape
+        assert all(x.dtype == np.int32 and x.flags.c_contiguous for x in (tokens, positions, wanted))
+        assert tokens.shape == positions.shape == (rows,)
+        logits = np.empty((len(wanted), self.vocab_size), np.float32)
+        self._kernels.step(
+            self._arena,
+            self._layouts,
+            batch,
+            self._plan,
+            tokens.ctypes.data,
+            positions.ctypes.data,
+            wanted.ctypes.data,
+            len(wanted),
+            logits,
+        )
+        return logits
+
+    def _layer(self, index: int, layer: DenseLayer, plan: DensePlan, layout: PageLayout) -> _Layer:
+        q_width, kv_width = plan.q_heads * plan.head_dim, plan.kv_heads * plan.head_dim
+        shapes = {
+            "q": (q_width, plan.hidden),
+            "k": (kv_width, plan.hidden),
+            "v": (kv_width, plan.hidden),
+            "o": (plan.hidden, q_width),
+            "gate": (plan.intermediate, plan.hidden),
+            "up": (plan.intermediate, plan.hidden),
+            "down": (plan.hidden, plan.intermediate),
+        }
+        for name, shape in shapes.items():
+            matrix = getattr(layer, name).matrix
+            assert (matrix.outputs, matrix.inputs) == shape, f"{name} of layer {index} is {(matrix.outputs, matrix.inputs)}, not {shape}"
+        return _Layer(
+            *(self._linear(getattr(layer, name)) for name in shapes),
+            self._vector(layer.attention_norm, plan.hidden),
+            self._vector(layer.mlp_norm, plan.hidden),
+            self._vector(layer.q_norm, plan.head_dim),
+            self._vector(layer.k_norm, plan.head_dim),
+            native.layer_of(self._attention[index], layout),
+        )
+
+    def _linear(self, weights: Weights) -> _Linear:
+        matrix = weights.matrix
+        assert matrix.data.dtype == np.uint8 and matrix.data.flags.c_contiguous
+        return _Linear(matrix.data.ctypes.data, self._vector(weights.bias, matrix.outputs), matrix.outputs, matrix.inputs, matrix.kind)
+
+    def _vector(self, x: F32 | None, size: int) -> int | None:
+        if x is None:
+            return None
+        assert x.shape == (size,) and x.dtype == np.float32
+        kept = np.ascontiguousarray(np.pad(x, (0, -size % LANES)))  # whole vectors of a bias are read
+        self._kept.append(kept)
+        return int(kept.ctypes.data)
