@@ -37,7 +37,7 @@ from bench.kills import Chain, Zygote
 from tests.faults import CELLS, Toll, seeded, trial
 
 WORKERS = 2
-EACH, EACH_QUICK = 190, 6  # faults of every cell
+EACH, EACH_QUICK = 175, 6  # faults of every cell
 CHAINS, CHAINS_QUICK = 60, 2
 KILLS, KILLS_QUICK = 10, 5  # of a chain
 REAL = "SIGKILL of a server"

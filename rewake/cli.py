@@ -21,11 +21,13 @@ from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
 from rewake.memory.pool import slot_bytes
+from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
 
 __all__ = ["main"]
 
 CHAT_TOKENS, CHAT_TEMPERATURE = 512, 0.2  # of an answer in `chat`: small models ramble, and more so when warm
+AGENT_SIZES = (4096, 8192, 16384, 32768)  # tokens
 MODEL_FLAGS = ("model", "kv", "kv_loss", "memory", "threads")
 
 
@@ -154,8 +156,8 @@ def doctor(config: Config, _: dict[str, Any]) -> int:
     path = resolve(config.model)
     backend = load_backend(config, path)
     layout = backend.layout
-    longest = backend.spec.max_positions
-    full = backend.spec.context_bytes(longest, layout.codec, layout.group_size)
+    longest, coding = backend.spec.max_positions, (layout.codec, layout.group_size)
+    full = backend.spec.context_bytes(longest, *coding)
     facts = {
         "model": f"{config.model} in {path}",
         **backend.describe(),
@@ -166,7 +168,22 @@ def doctor(config: Config, _: dict[str, Any]) -> int:
     }
     for key, value in facts.items():
         say(f"{key:8} {value}")
+    for group in backend.spec.groups:
+        say(f"{'layers':8} {describe_group(group)}")
+    fitting = (f"{n} at {tokens // 1024}k" for tokens in AGENT_SIZES if (n := 2**30 // backend.spec.context_bytes(tokens, *coding)))
+    say(f"{'fit':8} agents in a GiB: {', '.join(fitting)}")
     return 0
+
+
+def describe_group(group: CacheGroup) -> str:
+    """Layers that cache alike, and what of."""
+    heads = f"{group.kv_heads} KV heads, K {group.k_dim}, V {group.v_dim}"
+    kinds = {
+        "full": f"full attention: {heads}",
+        "sliding": f"a window of {group.window} tokens: {heads}",
+        "latent": f"latents: {group.k_dim} values a token, V the first {group.latent_dim} of them",
+    }
+    return f"{len(group.layers)} with {kinds[group.kind]}"
 
 
 def context(asked: int, longest: int) -> str:

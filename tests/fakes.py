@@ -55,7 +55,7 @@ class EchoBackend:
     """
 
     def __init__(self, num_pages: int, model: bytes = b"") -> None:
-        self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000, ())
+        self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000)
         self.layout = LAYOUT
         self.arena = np.zeros(num_pages * LAYOUT.page_bytes, np.uint8)
         self.before_step: Callable[[Batch], None] = lambda batch: None

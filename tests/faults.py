@@ -96,7 +96,7 @@ class BrokenFiles(Files):
         self.kind, self.step, self.data, self.killed = kind, step, data, killed
         self.rng = random.Random(rng.random())  # used by other threads
         self.nth = self.rng.randrange(1, {"begin": 12, "commit": 12, "create": 12, "append": 24, "sync": 12}.get(step, 6))
-        self.times = self.rng.choice((1, 1, 2, 5)) if kind in ERRORS and step in STEPS else 1
+        self.times = self.rng.choice((1, 1, 2, 5, 20)) if kind in ERRORS and step in STEPS else 1
         self.struck = 0
         self.victims: list[bytes] = []  # tokens of the rows that a read could not have
         self._count = 0
@@ -399,8 +399,11 @@ def step_trial(kind: str, step: str, folder: Path, rng: random.Random, toll: Tol
         if files.is_over:
             break
         talks.act()
+        if files.struck:  # what could not be saved may be lost with the arena; what was saved before may not
+            talks.harness.evict_all()
     else:
-        toll.missed += 1
+        toll.missed += not files.struck
+        files.times = files.struck
     if kind in ERRORS or kind == "short":
         go_on(talks, rng)
     talks.wait_for_writer()  # it may still be at the step, dying

@@ -20,7 +20,7 @@ from rewake.store.base import StoredFile
 from rewake.store.crypto import Cipher
 from rewake.store.directory import Directory
 from rewake.store.files import Files
-from tests.fakes import EchoBackend, EngineHarness, expected_answer
+from tests.fakes import EchoBackend, EngineHarness, Pending, expected_answer
 
 BOUNDARIES = (1, 2, 255, 256, 257, 511, 512, 513, 700)  # W5
 
@@ -247,6 +247,54 @@ def test_a_small_request_does_not_wait_behind_one_there_is_no_room_for(tmp_path:
         pending.result(20)
         assert pending.tokens == expected_answer(text, len(pending.tokens))
     harness.close()
+
+
+def steps_without(harness: EngineHarness, text: list[int], seconds: float) -> int:
+    """How many steps of `seconds` are computed without an agent that comes in the middle of one and is remembered on disk."""
+    steps: list[int] = []
+    arrived: list[Pending] = []
+
+    def before_step(batch: Batch) -> None:
+        if harness.memory.residency.pool.num_free >= 60 and not arrived:  # of 64: what it needs was evicted
+            steps.clear()
+            arrived.append(harness.submit([*text, 7], "b", max_tokens=1))
+        steps.append(len(batch.rows))
+        time.sleep(seconds)
+
+    running = harness.submit(prompt(20, seed=1), "a", max_tokens=1000)
+    running.first_token.wait(10)
+    harness.backend.before_step = before_step
+    harness.evict_all()
+    while not arrived:
+        time.sleep(0.001)
+    assert arrived[0].result().match.loaded_tokens == 1000 and arrived[0].tokens == expected_answer([*text, 7], 1)
+    harness.engine.cancel(running.id)  # type: ignore[attr-defined]
+    running.result()
+    harness.backend.before_step = lambda batch: None
+    return steps.index(2)
+
+
+def read_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    read = Directory.read
+    monkeypatch.setattr(Directory, "read", lambda self, *args: (time.sleep(seconds), read(self, *args)))
+
+
+def test_pages_that_are_there_before_another_step_would_be_are_waited_for(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes back from disk while others decode waits for the step under way and the read, and for no other step."""
+    text = prompt(1000)
+    harness.ask(text, "b")
+    read_slowly(monkeypatch, 0.03)
+    for _ in range(2):  # first, nothing is known of how long reading takes
+        assert steps_without(harness, text, seconds=0.15) == 1
+
+
+def test_pages_that_take_longer_than_a_step_hold_up_nobody(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = prompt(1000)
+    harness.ask(text, "b")
+    read_slowly(monkeypatch, 0.1)
+    harness.evict_all()
+    harness.ask(text, "b")  # reading is known to be slow from here on
+    assert steps_without(harness, text, seconds=0.005) > 5
 
 
 def test_a_namespace_that_floods_the_queue_does_not_keep_others_waiting(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -70,9 +72,6 @@ def test_what_a_start_forgets_may_be_forgotten_before_the_start_is_over(tmp_path
 
 def with_lost_pages(data: Path) -> None:
     """Pages that no branch needs, as a crash leaves them."""
-    import sqlite3
-    from contextlib import closing
-
     with closing(sqlite3.connect(data / "manifest.sqlite", isolation_level=None)) as db:
         db.execute("DELETE FROM branches")
 
@@ -115,4 +114,45 @@ def test_a_branch_that_is_emptied_while_it_is_read_is_computed_again(tmp_path: P
         pendings[name].result(20)
         assert pendings[name].tokens == expected_answer(text, 4)
         assert harness.ask(text, name).match.computed_tokens == 1
+    harness.close()
+
+
+class FirstPageFails(Files):
+    """Transactions wait for `go`; the first page that is written afterwards cannot be."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.waiting, self.go = threading.Event(), threading.Event()
+
+    def begin(self, cursor: sqlite3.Cursor) -> None:
+        if self.armed:
+            self.waiting.set()
+            assert self.go.wait(10)
+        super().begin(cursor)
+
+    def create(self, path: Path) -> int:
+        if self.armed and path.parts[-3] == "pages":
+            self.armed = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def test_a_page_of_two_agents_that_could_not_be_saved_at_first_is_saved_later(tmp_path: Path) -> None:
+    """It was handed over twice; the failure of the first kept every later turn from being saved, though the second had succeeded."""
+    files = FirstPageFails()
+    harness = EngineHarness(tmp_path, files=files)
+    text = prompt(PAGE_TOKENS + 20)
+    files.armed = True
+    other = harness.submit(prompt(5, seed=1), "other", max_tokens=1)
+    assert files.waiting.wait(10)
+    pendings = [harness.submit(text, name, max_tokens=1) for name in ("a", "b")]
+    for pending in pendings:
+        assert pending.first_token.wait(10)
+    files.go.set()
+    for pending in (other, *pendings):
+        pending.result(10)
+    for name in ("a", "b"):
+        assert harness.ask(text, name).result().saved
+    harness.restart()
+    assert harness.ask(text, "a").match.computed_tokens == 1
     harness.close()

@@ -38,11 +38,11 @@ def test_a_context_takes_whole_pages() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"sliding_window": 512}, "sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-        ({"layer_types": ["linear_attention"]}, "recurrent"),
-        ({"kv_lora_rank": 512}, "latent"),
-        ({"attn_logit_softcapping": 50.0}, "soft-capped"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "of how many tokens"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"num_kv_shared_layers": 2}, "different shapes"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
         ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "longrope"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -55,5 +55,20 @@ def test_what_cannot_be_represented_is_refused_with_the_reason(change: dict[str,
         ModelCacheSpec.from_config(config)
 
 
-def test_an_unused_sliding_window_is_no_reason() -> None:
-    ModelCacheSpec.from_config({**LLAMA, "sliding_window": 512, "use_sliding_window": False})
+def test_an_unused_sliding_window_is_none() -> None:
+    assert ModelCacheSpec.from_config({**LLAMA, "sliding_window": 512, "use_sliding_window": False}).groups[0].kind == "full"
+
+
+def test_layers_are_grouped_by_what_they_see() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    spec = ModelCacheSpec.from_config({**LLAMA, "sliding_window": 512, "layer_types": kinds, "attn_logit_softcapping": 50.0})
+    assert [(g.kind, g.layers, g.window) for g in spec.groups] == [("full", (1,), None), ("sliding", (0, 2, 3), 512)]
+    assert spec.group.layers == (0, 1, 2, 3) and [spec.window(i) for i in range(4)] == [512, None, 512, 512]
+    assert spec.soft_cap == 50.0
+
+
+def test_an_mla_model_caches_latents_or_its_heads() -> None:
+    mla = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    latent, heads = ModelCacheSpec.from_config(mla).group, ModelCacheSpec.from_config(mla, latent=False).group
+    assert (latent.kind, latent.kv_heads, latent.k_dim, latent.v_dim, latent.latent_dim) == ("latent", 1, 576, 0, 512)
+    assert (heads.kind, heads.kv_heads, heads.k_dim, heads.v_dim, heads.latent_dim) == ("full", 8, 192, 128, 0)

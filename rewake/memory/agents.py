@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,9 +196,11 @@ class Agents:
         if not num_rows:
             self._save(self._attached(branch), done)
             return
-        self.residency.hold(rest)
-        if self.num_unreserved() < 1 + (rest.slot is None and rest not in self.residency.loading):
-            self.residency.release(rest)
+        needed: list[Page | Branch] = [*path[:whole], rest]
+        for resident in needed:  # the copy needs room, which must not be that of the pages before it
+            self.residency.hold(resident)
+        if self.num_unreserved() < 1 + (not self.residency.has_place(rest)):
+            self._release(needed)
             raise Overloaded("there is no room in memory for the rows to copy: try again")
         self._attached(branch).slot = self.residency.take()
 
@@ -208,12 +210,16 @@ class Agents:
                 self.residency.copy(rest, branch.slot)
                 self.ledger.trace("copy", name_of(rest), name_of(branch))
                 branch.num_rows = num_rows
-            self.residency.release(rest)
+            self._release(needed)
             if error is not None:  # what can no longer be read is computed again when it is asked for
                 self.ledger.discard(rest, error)
             self._save(branch, done)
 
         self.residency.load(rest, loaded)
+
+    def _release(self, residents: Sequence[Page | Branch]) -> None:
+        for resident in reversed(residents):  # the first pages are worth most: they are to be evicted last
+            self.residency.release(resident)
 
     def _attached(self, branch: Branch) -> Branch:
         branch.running = True
@@ -251,8 +257,7 @@ class Agents:
                 finish()
 
         def finish() -> None:
-            for resident in reversed(residents):
-                self.residency.release(resident)
+            self._release(residents)
             done(len(missing) - failed)
 
         if not missing:
@@ -288,9 +293,7 @@ class Agents:
 
         def finish(error: Exception | None) -> None:
             head.running = False
-            for page in reversed(pages):
-                self.residency.release(page)
-            self.residency.release(head)
+            self._release([*pages, head])
             done(error)
 
         self.residency.run(write)

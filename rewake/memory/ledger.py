@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -40,7 +41,7 @@ class Ledger:
         self.layout = layout
         self.store = store
         self.tree = PrefixTree(signature, store.page_secret if store is not None else b"")
-        self.residency = Residency(arena, layout, store, post, self._cost, self._evicted)
+        self.residency = Residency(arena, layout, store, post, self._cost, self._evicted, self._orphaned)
         self.writer = Writer(store, post, self._store_lost) if store is not None else None
         self.trace = trace or (lambda *_: None)
         self._pinned: set[Page | Branch] | None = None  # None: to be collected again
@@ -113,11 +114,17 @@ class Ledger:
         def done(error: Exception | None) -> None:
             page.saving = False
             page.file = job.file if error is None else replaced
+            if page.forgotten and error is None:  # meanwhile, and with it what the manifest said of it
+                self._forget(Commit(), page.files)
             self.residency.release(page)
 
+        # what the manifest names is never overwritten: until the commit, that is what counts
+        page.file_name = page.file_name or f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
         data = self.residency.bytes_of(page.slot)
         old = (replaced,) if replaced else ()
-        job = SavePage(page.key, page.parent.key, len(page.path()), branch.namespace, page.tokens.tobytes(), data, old, done)
+        job = SavePage(
+            page.file_name, page.key, page.parent.key, len(page.path()), branch.namespace, page.tokens.tobytes(), data, old, done
+        )
         return job
 
     def _checkpoint(self, branch: Branch) -> SaveTurn | None:
@@ -151,12 +158,17 @@ class Ledger:
 
         def done(error: Exception | None) -> None:
             branch.running = False
-            if error is None and branch.parent.key == job.branch.parent:
+            is_saved = error is None and branch.parent.key == job.branch.parent
+            if is_saved:
                 branch.segments = list(job.segments)
                 branch.note_saved()
                 self._forget_repeats(branch)
+            elif error is None:  # a page before it was lost meanwhile, and its rows with it
+                self._forget(Commit(), job.segments[len(job.branch.segments) :])
             self.residency.release(branch)
-            closed(error is None)
+            if not is_saved:
+                self._forget_nothing([branch])
+            closed(is_saved)
 
         rows = self.residency.bytes_of(branch.slot) if branch.slot is not None else None
         ancestors = frozenset(p.key for p in branch.parent.path())
@@ -193,7 +205,7 @@ class Ledger:
         old = page.file
         # an encrypted file's checksum is a tag, and never equal: written anew
         if old is not None and old.checksum != checksum(self.residency.bytes_of(slot).data):
-            page.file = None
+            page.file, page.file_name = None, ""
             self.save_page(branch, page, old)
         return False
 
@@ -282,22 +294,26 @@ class Ledger:
         elif resident.file is None:
             self._cut(resident)
 
+    def _orphaned(self, page: Page) -> None:
+        gone: list[bytes] = []
+        files: list[StoredFile] = []
+        self._prune(page, gone, files)
+        self._forget(Commit(gone_pages=tuple(gone)), files)
+
     def discard(self, resident: Page | Branch, error: CorruptFile) -> None:
         """A file is not what was written: it, and all that was computed behind it, is no longer remembered."""
         if resident.forgotten or resident.slot is not None:  # somebody else has seen it first
             return
         log.warning("%s: it is put aside, and what it held will be computed again", error)
         damaged = tuple(resident.files)
-        files: list[StoredFile] = []
         if isinstance(resident, Page):
-            commit, files = self._cut(resident)
+            self._cut(resident, damaged)
         else:
             empty(resident)
-            commit = Commit(branches=(record_of(resident),))
-        self._forget(commit, [f for f in files if f not in damaged], damaged)
+            self._forget(Commit(branches=(record_of(resident),)), (), damaged)
 
-    def _cut(self, page: Page) -> tuple[Commit, list[StoredFile]]:
-        """Take `page` and all below it out of the tree; branches there end before it. What to forget on disk.
+    def _cut(self, page: Page, damaged: tuple[StoredFile, ...] = ()) -> None:
+        """Take `page` and all below it out of the tree; branches there end before it. What of it is on disk goes, too.
 
         A sequence that is just being opened on one of them waits for `page` too: it fails, and is matched again.
         """
@@ -306,36 +322,43 @@ class Ledger:
         cut: list[BranchRecord] = []
         pages = self.tree.subtree(page)
         for below in pages:
-            below.forgotten = True
+            self.residency.forget(below)
         for below in pages:
             for branch in list(below.branches):
                 if branch.saved is not None and not branch.saved.parent.forgotten:
                     self._revert(branch, branch.saved)
-                    continue
-                files += [*branch.segments, *branch.obsolete_files()]
-                self.tree.move_branch(branch, page.parent)
-                empty(branch)
-                self._drop_slot(branch)
+                else:
+                    files += [*branch.segments, *branch.obsolete_files()]
+                    self.tree.move_branch(branch, page.parent)
+                    empty(branch)
+                self._drop_rows(branch)
                 cut.append(record_of(branch))
             files += below.files
             self.trace("forget", below.key.hex())
             self.tree.remove_page(below)
-            self._drop_slot(below)
         self._pinned = None
-        if self.writer is None:
-            self.forget_branches([b for b in page.parent.branches if is_nothing(b)])
-        return Commit(branches=tuple(cut), gone_pages=tuple(p.key for p in pages)), files
+        commit = Commit(branches=tuple(cut), gone_pages=tuple(p.key for p in pages))
+        self._forget(commit, [f for f in files if f not in damaged], damaged)
+        self._forget_nothing(page.parent.branches)
+        if page.parent.is_orphan and not page.parent.refs:
+            self._orphaned(page.parent)
+
+    def _forget_nothing(self, branches: Iterable[Branch]) -> None:
+        """Of those who do not say who they are nothing is kept that has no rows; nor of anybody where nothing is on disk."""
+        self.forget_branches([b for b in branches if is_nothing(b) and not b.forgotten and (b.agent is None or self.writer is None)])
 
     def _revert(self, branch: Branch, saved: SavedTurn) -> None:
         """What came after the last turn that was saved is lost; that turn is not."""
         self.tree.move_branch(branch, saved.parent)
         branch.tokens, branch.segments, branch.turns = saved.tokens, list(saved.segments), saved.turns
         branch.num_rows = branch.saved_rows
-        self._drop_slot(branch)
 
-    def _drop_slot(self, resident: Page | Branch) -> None:
-        if resident.slot is not None and resident.refs == 0:
-            self.residency.drop(resident)
+    def _drop_rows(self, branch: Branch) -> None:
+        """What is in its slot are not its rows any more. Whoever is at it, a write for example, may still look at them."""
+        if branch.running and branch.refs:
+            branch.stale = True
+        else:
+            self.residency.vacate(branch)
 
     def _forget(self, commit: Commit, files: Iterable[StoredFile], damaged: tuple[StoredFile, ...] = (), done: Told | None = None) -> None:
         files = tuple(files)
@@ -363,8 +386,7 @@ class Ledger:
             files += [*branch.segments, *branch.obsolete_files()]
             ids.append(branch.id)
             self.tree.remove_branch(branch)
-            branch.forgotten = True
-            self._drop_slot(branch)
+            self.residency.forget(branch)
             self._prune(branch.parent, gone, files)
             if not branch.owner.branches and not branch.owner.pinned:
                 agents.append(branch.owner.id)
@@ -391,14 +413,14 @@ class Ledger:
 
     def _prune(self, page: Page, gone: list[bytes], files: list[StoredFile]) -> None:
         """Remove `page` and its ancestors as long as nothing hangs from them and nobody holds them."""
-        while page.parent is not None and not (page.children or page.branches or page.refs or page.forgotten):
+        while page.is_orphan and not (page.refs or page.forgotten):
             parent = page.parent
+            assert parent is not None
             gone.append(page.key)
             files += page.files
             self.trace("forget", page.key.hex())
             self.tree.remove_page(page)
-            page.forgotten = True
-            self._drop_slot(page)
+            self.residency.forget(page)
             page = parent
 
     def _store_lost(self) -> None:

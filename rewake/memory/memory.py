@@ -71,7 +71,7 @@ class AgentMemory:
         if branch is None:
             owner = self.tree.agent(request.namespace, request.agent)
             parent = prefix.pages[-1] if prefix.pages else self.tree.root(request.namespace)
-            branch = Branch(secrets.token_hex(16), owner, parent, turns=turns_within(found, prefix.length))
+            branch = Branch(secrets.token_hex(16), owner, parent, turns=turns_within(found, prompt))
             note_named(branch)
         branch.running = True
         has_page = branch in needed
@@ -102,8 +102,11 @@ class AgentMemory:
         return branch if branch.agent == request.agent and not branch.running else None
 
     def _has_room(self, num_pages: int, prefix: Prefix, source: Page | Branch | None) -> bool:
-        held = sum(page.refs > 0 for page in prefix.pages)
-        wanted = num_pages - held + (source is not None and source.refs == 0)
+        def is_placed(resident: Page | Branch) -> bool:
+            return resident.refs > 0 and self.residency.has_place(resident)
+
+        placed = sum(map(is_placed, prefix.pages))
+        wanted = num_pages - placed + (source is not None and not is_placed(source))
         reserved = sum(s.num_reserved for s in self.open_sequences)
         return wanted + reserved <= self.residency.num_available
 
@@ -211,12 +214,12 @@ class AgentMemory:
     def close(self, sequence: Sequence, closed: Callable[[bool], None], *, is_turn: bool = True) -> None:
         """The answer is over: remember it, as a turn if it is complete. `closed` is told whether it is on disk, once that is known."""
         branch = sequence.branch
-        # an answer's last token was sampled, but never computed on; a prompt that was cancelled is known as far as it was computed
-        end = len(sequence.tokens) if sequence.num_pending == 1 else sequence.num_stored
+        # an answer's last token was sampled, but never computed on; a prompt that was cancelled is known as far as it was computed,
+        # and one token more: that may be the last one of the answer before
+        end = min(sequence.num_stored + 1, len(sequence.tokens))
         branch.tokens = to_tokens(sequence.tokens[sequence.page_start : end])
         branch.used = branch.owner.used = time.time()
-        if is_turn:
-            branch.turns = array(branch.turns.typecode, (*(t for t in branch.turns if t < end), end))
+        branch.turns = to_tokens([*(t for t in branch.turns if t < end + (not is_turn)), *([end] if is_turn else [])])
         self.open_sequences.remove(sequence)
         for slot in sequence.spare_slots:
             self.residency.pool.give(slot)
@@ -270,11 +273,15 @@ def describe(prefix: Prefix, request: Request, reused: int, loaded: int) -> Matc
     return Match(kind, len(prompt), min(reused, len(prompt) - 1), min(loaded, len(prompt) - 1), difference)
 
 
-def turns_within(found: Prefix, length: int) -> array[int]:
-    """Where answers ended in the first `length` tokens of a prefix, by any transcript that has it."""
-    last = found.pages[-1] if found.pages else None
-    node: Page | Branch | None = found.partial if found.partial is not None and found.rows else last
+def turns_within(found: Prefix, prompt: array[int]) -> array[int]:
+    """Where answers ended in what a prompt shares with a transcript, whether its K/V are used or not."""
+    partial, length = found.partial, found.length
+    node: Page | Branch | None = found.pages[-1] if found.pages else None
+    if partial is not None and (found.rows or found.ends_branch):
+        node = partial
     while isinstance(node, Page):
         below: list[Page | Branch] = [*node.branches, *node.children.values()]
         node = below[0] if below else None
+    if partial is not None and found.ends_branch and partial.tokens[found.rows : found.rows + 1] == prompt[length : length + 1]:
+        length += 1  # an answer's last token, which was sampled, but never computed on
     return to_tokens([t for t in node.turns if t <= length] if node is not None else ())

@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class Residency:
-    """The hot set. `cost` says in seconds what it takes to have something back that leaves; `evicted` is told of all that does."""
+    """The hot set. `cost` says in seconds what it takes to have something back that leaves; `evicted` is told of all that does.
+
+    `orphaned` is told of pages that nobody needs here any more, and no transcript either.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Residency:
         post: Post,
         cost: Callable[[Page | Branch], float],
         evicted: Callable[[Page | Branch], None],
+        orphaned: Callable[[Page], None],
     ) -> None:
         self.arena = arena
         self.layout = layout
@@ -55,15 +59,21 @@ class Residency:
         self.post = post
         self.cost = cost
         self.evicted = evicted
+        self.orphaned = orphaned
         self.gate = LoadGate()
         self.cached: ByValue[Page | Branch] = ByValue()
         self.loading: dict[Page | Branch, tuple[int, list[Loaded]]] = {}
+        self.leaving: set[Page | Branch] = set()  # out of the tree, and held
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="rewake-load")
 
     @property
     def num_available(self) -> int:
         """Slots that can be had now: free ones, and cached ones to evict."""
         return self.pool.num_free + len(self.cached)
+
+    def has_place(self, resident: Page | Branch) -> bool:
+        """Whether something held has a slot, or is about to: what is held may be cold all the same."""
+        return resident.slot is not None or resident in self.loading
 
     def bytes_of(self, slot: int) -> Arena:
         return self.arena[slot : slot + self.layout.page_bytes]
@@ -77,10 +87,23 @@ class Residency:
     def drop(self, resident: Page | Branch) -> None:
         """Give back the slot of something cached."""
         assert resident.refs == 0 and resident.slot is not None
-        self.cached.remove(resident)
-        self.pool.give(resident.slot)
-        resident.slot = None
+        self.vacate(resident)
         self.evicted(resident)
+
+    def vacate(self, resident: Page | Branch) -> None:
+        """Give back its slot, if it has one."""
+        self.cached.remove(resident)
+        if resident.slot is not None:
+            self.pool.give(resident.slot)
+        resident.slot, resident.stale = None, False
+
+    def forget(self, resident: Page | Branch) -> None:
+        """It is out of the tree: its slot is given back, now or with the last need."""
+        resident.forgotten = True
+        if resident.refs:
+            self.leaving.add(resident)
+        else:
+            self.vacate(resident)
 
     def hold(self, resident: Page | Branch) -> None:
         resident.refs += 1
@@ -90,11 +113,18 @@ class Residency:
         """One need less; without any, it is cached as just used."""
         assert resident.refs > 0
         resident.refs -= 1
-        if resident.refs == 0 and resident.slot is not None:
-            if resident.forgotten:
-                self.drop(resident)
-            else:
-                self.cached.add(resident, self.cost(resident))
+        if resident.refs:
+            return
+        if resident.forgotten:
+            self.leaving.discard(resident)
+            self.vacate(resident)
+            return
+        if resident.stale:
+            self.vacate(resident)
+        if resident.slot is not None:
+            self.cached.add(resident, self.cost(resident))
+        if isinstance(resident, Page) and resident.is_orphan:
+            self.orphaned(resident)
 
     def value_again(self, resident: Page | Branch) -> None:
         """Its cost has changed."""
@@ -168,7 +198,11 @@ class Residency:
 
     def check(self, residents: Iterable[Page | Branch], extra_slots: Iterable[int]) -> None:
         """Add everything up: each slot is free, held, loading or cached, and just one of these."""
-        used = [r.slot for r in residents if r.slot is not None] + list(extra_slots) + [slot for slot, _ in self.loading.values()]
+        used = (
+            [r.slot for r in (*residents, *self.leaving) if r.slot is not None]
+            + list(extra_slots)
+            + [slot for slot, _ in self.loading.values()]
+        )
         free = self.pool.free_slots()
         assert len(used) == len(set(used)), "a slot has two owners"
         assert not free & set(used), "a slot is free and used"

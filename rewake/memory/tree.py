@@ -86,13 +86,14 @@ class Resident:
     slot: int | None = field(default=None, init=False)
     refs: int = field(default=0, init=False)
     forgotten: bool = field(default=False, init=False)  # out of the tree: its slot is given back with the last need
+    stale: bool = field(default=False, init=False)  # what is in its slot are not its rows any more: as above
 
 
 @dataclass(eq=False, slots=True)
 class Page(Resident):
     """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
 
-    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to the disk.
+    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to the disk, as `file_name`.
     """
 
     key: bytes
@@ -104,6 +105,12 @@ class Page(Resident):
     branches: list[Branch] = field(default_factory=list)
     named: bool = False
     saving: bool = False
+    file_name: str = ""
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether no transcript needs it: nobody could ever forget it by name."""
+        return self.parent is not None and not (self.children or self.branches)
 
     def path(self) -> list[Page]:
         """The pages from the first to this one."""

@@ -50,6 +50,7 @@ class Job(Protocol):
 class SavePage:
     """A full page, in place of one of the same tokens if there are `replaced`. `file` is there when it is done."""
 
+    name: str
     key: bytes
     parent: bytes
     depth: int
@@ -62,11 +63,8 @@ class SavePage:
     num_rows: int = PAGE_TOKENS
 
     def write(self, store: Store) -> Commit:
-        # what the manifest names is never overwritten: until the commit, that is what counts
-        again = f"-{secrets.token_hex(4)}" if self.replaced else ""
-        name = f"pages/{self.key.hex()[:2]}/{self.key.hex()}{again}.safetensors"
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
-        self.file = store.write(name, self.data.data, 0, PAGE_TOKENS, about)
+        self.file = store.write(self.name, self.data.data, 0, PAGE_TOKENS, about)
         return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.file),))
 
 
@@ -218,17 +216,22 @@ class Writer:
             if isinstance(job, SaveTurn) and not job.ancestors.isdisjoint(self._unsaved_pages):
                 raise OSError("a page before it could not be saved")
             commit = job.write(self.store)
-            if isinstance(job, SavePage):
-                self._unsaved_pages.discard(job.key)
+            self._note(job, None)
             return commit, None
         except Exception as error:  # noqa: BLE001 (as above)
-            if isinstance(job, SavePage):
-                self._unsaved_pages.add(job.key)
+            self._note(job, error)
             return None, error
 
+    def _note(self, job: Job, error: Exception | None) -> None:
+        """Which pages are not on disk: nothing behind them is remembered. One that was to be replaced is there as it was."""
+        if isinstance(job, SavePage):
+            if error is None:
+                self._unsaved_pages.discard(job.key)
+            elif not job.replaced:
+                self._unsaved_pages.add(job.key)
+
     def _report(self, job: Job, error: Exception | None) -> None:
-        if isinstance(job, SavePage) and error is not None:
-            self._unsaved_pages.add(job.key)
+        self._note(job, error)
 
         def done() -> None:
             self.waiting_bytes -= self.size_of(job)

@@ -1,7 +1,7 @@
 """A directory of memories: one safetensors file for each page and segment, and the manifest beside them.
 
     DIR/manifest.sqlite   what counts: nothing is remembered that is not in it
-    DIR/pages/ab/KEY.safetensors, DIR/segments/ab/BRANCH-FIRST-NONCE.safetensors
+    DIR/pages/ab/KEY-NONCE.safetensors, DIR/segments/ab/BRANCH-FIRST-NONCE.safetensors
     DIR/quarantine/       files that were not what had been written
     DIR/lock              held by the one process that owns the directory
 

@@ -21,7 +21,7 @@ from rewake.quant import bf16_to_f32, hadamard
 from rewake.quant import decode as reference_decode
 from rewake.quant import encode as reference_encode
 from rewake.request import Sampling
-from tests.test_wake import torch_backend
+from tests.shadow import torch_backend
 
 GREEDY = Sampling(temperature=0)
 

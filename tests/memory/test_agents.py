@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rewake.errors import Conflict, InvalidRequest, NotFound, RequestError
+from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, Overloaded, RequestError
 from rewake.memory.agents import AgentSummary
 from rewake.memory.portable import read_portable
 from rewake.quant import PAGE_TOKENS
@@ -72,6 +72,33 @@ def test_turns_are_counted_and_cancelled_answers_are_not(harness: EngineHarness)
     assert show(harness, "a").turns == (304, 315)
 
 
+def test_a_cancelled_prompt_takes_no_turn_from_those_before(harness: EngineHarness, tmp_path: Path) -> None:
+    """The last token of the answer before is known from the prompt, computed or not."""
+    text = talk(harness, "a", 300, turns=2)
+    harness.backend.before_step = fail
+    with pytest.raises(InternalError):
+        harness.ask([*text, 5, 6, 7], "a")
+    harness.backend.before_step = lambda batch: None
+    assert (show(harness, "a").tokens, show(harness, "a").turns) == (len(text), (304, 317))
+    do(harness, "rewind", "a", turn=2)
+    do(harness, "export", "a", tmp_path / "a.tar")
+    with open(tmp_path / "a.tar", "rb") as opened:
+        assert read_portable(opened, LAYOUT)[0].turns.tolist() == [304, 317]
+
+
+def fail(_: object) -> None:
+    raise RuntimeError("the model has failed")
+
+
+def test_turns_are_counted_where_computing_pays_more_than_loading(harness: EngineHarness) -> None:
+    text = talk(harness, "a", 300, turns=3)
+    harness.evict_all()
+    harness.memory.residency.gate.always = False
+    harness.memory.residency.gate.read_cost, harness.memory.residency.gate.compute_cost = 1.0, 1e-9
+    assert harness.ask([*text, 5], "a").match.computed_tokens == len(text) + 1
+    assert show(harness, "a").turns == (304, 317, 330, 335)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("when", ["hot", "evicted", "restarted"])
 def test_a_fork_remembers_all_and_goes_its_own_way(harness: EngineHarness, length: int, when: str) -> None:
@@ -98,6 +125,21 @@ def test_a_fork_shares_whole_pages_in_memory_and_on_disk(harness: EngineHarness)
         do(harness, "fork", "a", f"b{i}")
     assert pages() == (4 + 5, 3)  # the last, unfinished page is copied
     assert show(harness, "a").pages_shared == 1  # the third page: five branches and one hang from it
+
+
+@pytest.mark.parametrize("num_pages", [3, 4])
+def test_a_copy_does_not_take_the_room_of_the_pages_before_it(num_pages: int) -> None:
+    """Without a directory, what leaves memory is forgotten, and all behind it."""
+    harness = EngineHarness(None, num_pages=num_pages)
+    text = talk(harness, "a", 600)
+    if num_pages == 3:
+        with pytest.raises(Overloaded, match="no room"):
+            do(harness, "fork", "a", "b")
+    else:
+        do(harness, "fork", "a", "b")
+    harness.check()
+    assert harness.ask(text, "a", 1).match.computed_tokens <= 2
+    harness.close()
 
 
 def test_forgetting_the_one_that_was_forked_takes_nothing_from_the_fork(harness: EngineHarness) -> None:

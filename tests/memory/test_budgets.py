@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 
 from rewake.errors import DiskFull
 from rewake.memory.pool import slot_bytes
+from rewake.memory.tree import to_tokens
+from rewake.memory.writer import Writer
 from rewake.quant import PAGE_TOKENS
+from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
 from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
@@ -214,6 +218,144 @@ def test_a_disk_slower_than_computing_is_not_waited_for(tmp_path: Path) -> None:
         pending = harness.ask([*text, 1], name)
         assert pending.match.computed_tokens == 1 and pending.tokens == expected_answer([*text, 1], 4)
     harness.close()
+
+
+def test_a_page_that_cannot_be_written_anew_keeps_nothing_behind_it_from_being_saved(tmp_path: Path) -> None:
+    """What was computed again is not equal to the byte: it takes the place of what is on disk. Until it does, that is there."""
+    files = FullFiles()
+    harness = EngineHarness(tmp_path, files=files, always_load=False, cipher=Cipher(bytes(32)))
+    text = talk(harness, "a", 600)
+    harness.evict_all()
+    harness.memory.residency.gate.read_cost, harness.memory.residency.gate.compute_cost = 1.0, 1e-9
+    files.is_full = True
+    assert not harness.ask([*text, 1], "a").result().saved
+    files.is_full = False
+    harness.memory.residency.gate.always = True
+    pending = harness.ask([*text, 2], "a")
+    assert pending.result().saved and pending.match.computed_tokens < 10
+    harness.restart()
+    assert harness.ask([*text, 2], "a").match.computed_tokens == 1
+    harness.close()
+
+
+class FullFiles(Files):
+    is_full = False
+
+    def create(self, path: Path) -> int:
+        if self.is_full:
+            full()
+        return super().create(path)
+
+
+def test_what_is_held_and_not_in_memory_still_needs_room(tmp_path: Path) -> None:
+    """An export needs its pages to stay as they are; they need not be in memory. Who wants them there needs slots for them."""
+    files = WaitingFiles()
+    harness = EngineHarness(tmp_path, num_pages=6, files=files)
+    text = talk(harness, "a", 900)
+    harness.restart(EchoBackend(6))
+    files.go.clear()
+    harness.backend.before_step = lambda batch: time.sleep(0.002)
+    exported: Future[Any] = Future()
+    harness.engine.call(lambda: harness.memory.agents.export("default", "a", tmp_path / "a.tar", exported.set_result)).result(10)
+    other = harness.submit(prompt(500, seed=3), "b", max_tokens=500)
+    assert other.first_token.wait(10)
+    sharing = harness.submit([*text, 1], "c")
+    time.sleep(0.1)
+    harness.check()
+    files.go.set()
+    assert exported.result(10) is None
+    assert sharing.result().match.computed_tokens == 2 and sharing.tokens == expected_answer([*text, 1], 4)
+    assert other.tokens == expected_answer(prompt(500, seed=3), 500)
+    harness.close()
+
+
+def first_page(harness: EngineHarness, text: list[int]) -> str:
+    """What its file's name begins with."""
+    tree = harness.memory.tree
+    return tree.key("default", tree.root("default"), to_tokens(text[:PAGE_TOKENS])).hex()
+
+
+class NoFirstPage(Files):
+    """A disk that does not take one page, and that can be stopped before it commits."""
+
+    name = "none"
+    begins_left = 2**63
+
+    def __init__(self) -> None:
+        self.stopped, self.go = threading.Event(), threading.Event()
+
+    def create(self, path: Path) -> int:
+        if path.name.startswith(self.name):
+            full()
+        return super().create(path)
+
+    def begin(self, cursor: Any) -> None:
+        self.begins_left -= 1
+        if self.begins_left < 0:
+            self.stopped.set()
+            assert self.go.wait(30)
+        super().begin(cursor)
+
+
+def test_what_was_saved_behind_a_page_that_was_not_goes_with_it(tmp_path: Path) -> None:
+    files = NoFirstPage()
+    harness = EngineHarness(tmp_path, files=files)
+    text = prompt(900)
+    files.name = first_page(harness, text)
+    assert not harness.ask(text, "a").result().saved
+    settled(harness)
+    harness.evict_all()
+    settled(harness)
+    assert on_disk(tmp_path) == harness.engine._store.used == 0  # type: ignore[union-attr]
+    files.name = "none"
+    assert harness.ask(text, "a").result().saved
+    settled(harness)
+    assert on_disk(tmp_path) == harness.engine._store.used  # type: ignore[union-attr]
+    harness.close()
+
+
+def test_rows_of_a_turn_that_is_lost_are_not_those_of_the_turn_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was not saved leaves memory while the turn behind it still waits for the disk: the agent is back at its last turn."""
+    files = NoFirstPage()
+    harness = EngineHarness(tmp_path, files=files)
+    text = talk(harness, "a", 100)
+    longer = [*text, *prompt(600, seed=7)]
+    files.name = first_page(harness, longer)
+    next_batch = Writer._next_batch
+
+    def one_at_a_time(writer: Writer) -> Any:
+        batch = next_batch(writer)
+        with writer._waiting:
+            writer._jobs.extendleft(reversed(batch[1:]))
+        return batch[:1]
+
+    monkeypatch.setattr(Writer, "_next_batch", one_at_a_time)
+
+    def stop_the_disk(batch: Any) -> None:
+        if batch.rows[0].end > len(longer):
+            time.sleep(0.3)  # all that was computed before is written by now, or could not be
+            files.begins_left = 1  # the page again, which fails; then the turn
+
+    harness.backend.before_step = stop_the_disk
+    pending = harness.submit(longer, "a", max_tokens=2)
+    assert files.stopped.wait(10)
+    harness.evict_all()
+    harness.check()
+    files.go.set()
+    assert not pending.result().saved
+    again = harness.ask([*text, 5], "a")
+    assert again.tokens == expected_answer([*text, 5], 4) and harness.backend.num_wrong == 0
+    harness.close()
+
+
+class WaitingFiles(Files):
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def read(self, path: Path, offset: int, into: memoryview) -> int:
+        assert self.go.wait(30)
+        return super().read(path, offset, into)
 
 
 def test_tokens_flow_while_the_disk_stands_still(tmp_path: Path) -> None:

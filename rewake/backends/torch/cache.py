@@ -15,7 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rewake.backends.base import Batch
 from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
+from rewake.backends.torch.latent import Absorbed
+from rewake.errors import ModelError
 from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.spec import ModelCacheSpec
 
 __all__ = ["ATTENTION", "BatchQuantizedKVCache", "ModelPages", "ragged", "register_attention"]
 
@@ -25,19 +28,40 @@ ATTENTION = "rewake"
 class ModelPages:
     """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
 
-    def __init__(self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, k_mean: Tensor | None = None) -> None:
+    def __init__(
+        self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
+    ) -> None:
         self.arena = arena
         self.layout = layout
+        self.spec = spec
         self.layouts = {layout.codec.index: layout}
         self.kernels = kernels
         self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
         self._layers: dict[int, LayerAttention] = {}
 
-    def layer(self, layer: int, scale: float) -> LayerAttention:
+    def layer(self, layer: int, scale: float, window: int | None, soft_cap: float | None, sinks: Tensor | None) -> LayerAttention:
+        """The constants of a layer, as the model's code hands them over. Raises ModelError if they are not what its config says."""
         if layer not in self._layers:
-            self._layers[layer] = LayerAttention(layer, scale, k_mean=None if self.k_mean is None else self.k_mean[layer])
+            told, expected = (window, soft_cap, sinks is not None), (self.spec.window(layer), self.spec.soft_cap, self.spec.has_sinks)
+            if told != expected:
+                raise ModelError(f"layer {layer} attends with (window, soft cap, sinks) {told}, and its config says {expected}")
+            latent_dim = self.spec.group.latent_dim
+            self._layers[layer] = LayerAttention(
+                layer,
+                scale,
+                window=window,
+                soft_cap=soft_cap,
+                sinks=None if sinks is None else sinks.detach().float().contiguous(),
+                v_is_k_prefix=latent_dim > 0,
+                v_dim=latent_dim or None,
+                k_mean=None if self.k_mean is None else self.k_mean[layer],
+            )
         assert self._layers[layer].scale == scale
         return self._layers[layer]
+
+    def layers_without_attention(self) -> list[int]:
+        """Those that have not attended to anything yet."""
+        return [i for i in self.spec.group.layers if i not in self._layers]
 
 
 class BatchQuantizedKVCache:
@@ -47,9 +71,9 @@ class BatchQuantizedKVCache:
         self.pages = pages
         self.batch = ragged(batch, pages.layout)
 
-    def append_and_attend(self, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def append_and_attend(self, constant: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, q_heads, k_dim], k and v [tokens, kv_heads, dim] to [tokens, q_heads, v_dim]."""
-        pages, constant = self.pages, self.pages.layer(layer, scale)
+        pages = self.pages
         pages.kernels.append(pages.arena, pages.layouts, self.batch, constant, k, v)
         return pages.kernels.attend(pages.arena, pages.layouts, self.batch, constant, q)
 
@@ -82,13 +106,21 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    kv: BatchQuantizedKVCache,
+    kv: BatchQuantizedKVCache | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = kv.append_and_attend(layer, scaling, *(x[0].transpose(0, 1) for x in (query, key, value)))
-    return out[None], None
+    if kv is None:
+        raise ModelError(f"transformers' {type(module).__name__} does not hand on what attention over pages needs: it cannot be served")
+    constant = kv.pages.layer(int(module.layer_idx), scaling, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    absorbed: Absorbed | None = getattr(module, "absorbed", None)
+    if absorbed is None:
+        return kv.append_and_attend(constant, q, k, v)[None], None
+    return absorbed.project_output(kv.append_and_attend(constant, absorbed.project_query(q), k, v))[None], None
 
 
 def no_mask(*_: Any, **__: Any) -> None:

@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewake.backends.torch.cache import ATTENTION, register_attention
+from rewake.backends.torch.latent import absorb
 from rewake.errors import ModelError
 from rewake.spec import ModelCacheSpec
 
@@ -53,11 +54,21 @@ def load_model(path: Path, threads: int = 0) -> LoadedModel:
         raise ModelError(f"{path} holds no model that transformers can load: {error}") from error
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
-    spec = ModelCacheSpec.from_config(config.get_text_config().to_dict())
+    text_config = config.get_text_config().to_dict()
+    spec = ModelCacheSpec.from_config(text_config)
     dtype, why = working_dtype()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
+    if spec.group.kind == "latent" and not absorb(model):
+        spec = ModelCacheSpec.from_config(text_config, latent=False)
     content = {k: v for k, v in config.to_dict().items() if k not in NOT_CONTENT}
-    return LoadedModel(model, spec, dtype, why, {"weights": weights_digest(path), "dtype": str(dtype), "config": content})
+    return LoadedModel(
+        model, spec, dtype, why, {"weights": weights_digest(path), "dtype": str(dtype), "config": content, **cache_facts(spec)}
+    )
+
+
+def cache_facts(spec: ModelCacheSpec) -> dict[str, Any]:
+    """What of a model's cache its config does not say: with other code, an MLA model's heads are cached instead of its latents."""
+    return {"latent_dim": spec.group.latent_dim} if spec.group.latent_dim else {}
 
 
 def working_dtype() -> tuple[torch.dtype, str]:

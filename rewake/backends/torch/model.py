@@ -49,7 +49,7 @@ class TorchBackend:
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
         self._k_mean = k_mean if self.layout.codec.k_bits < 16 else None  # plain values are kept as they are
         means = None if self._k_mean is None else torch.from_numpy(self._k_mean)
-        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, means)
+        self._pages = ModelPages(torch.from_numpy(self.arena), self.layout, self.kernels, self.spec, means)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
@@ -83,8 +83,13 @@ class TorchBackend:
         return out.logits[0]  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
-        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up."""
+        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up.
+
+        Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing.
+        """
         self.forward(Batch((Row((0,) * 16, 0, 0, (0,), ("warm-up",), "warm-up"),)))
+        if elsewhere := self._pages.layers_without_attention():
+            raise ModelError(f"layers {elsewhere} do not keep what they have seen in a KV cache of ours: they could not be resumed")
 
     def forget_sampler(self, sampler: str) -> None:
         self._sampler.forget(sampler)
@@ -100,11 +105,9 @@ class TorchBackend:
         return facts if self._k_mean is None else {**facts, "centring": hashlib.sha256(self._k_mean.tobytes()).hexdigest()}
 
     def describe(self) -> dict[str, str]:
-        group = self.spec.group
         return {
             "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
             "kernels": f"{self.kernels.name}: {self.kernels_why}",
             "weights": f"{str(self.loaded.dtype).removeprefix('torch.')}: {self.loaded.dtype_why}",
-            "cache": f"{len(group.layers)} layers x {group.kv_heads} KV heads x {group.k_dim}, {group.kind} attention",
             **self._notes,
         }
