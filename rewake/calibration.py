@@ -24,7 +24,7 @@ from rewake.errors import ModelError
 from rewake.models import models_path
 from rewake.quant import AUTO_ORDER
 
-__all__ = ["Calibration", "Loss", "choose", "find", "folder"]
+__all__ = ["SHIPPED", "Calibration", "Loss", "choose", "find", "folder"]
 
 FORMAT = "rewake-calibration-1"
 SHIPPED = Path(__file__).parent / "calibrations"  # of the default model: equal everywhere, so that its agents can move

@@ -15,6 +15,7 @@ from rewake.backends.torch.kernels.vectorised import decode, encode
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.measure import compare
 from rewake.backends.torch.sampler import Sampler
+from rewake.calibration import SHIPPED, Calibration
 from rewake.memory.pool import slot_bytes
 from rewake.quant import bf16_to_f32, hadamard
 from rewake.quant import decode as reference_decode
@@ -127,6 +128,12 @@ def test_what_the_model_writes_is_the_same_each_time(tiny: Path) -> None:
     text = write_documents(loaded, 3, 10)
     assert len(text) == 30 and len(set(text)) > 10 and text[::10] == [loaded.first_token] * 3
     assert write_documents(loaded, 3, 10) == text
+
+
+def test_the_default_model_comes_calibrated(real_model: Any) -> None:
+    """Should its weights be converted differently one day: `rewake calibrate`, and the file it writes to rewake/calibrations."""
+    shipped = Calibration.load(SHIPPED / f"{real_model.fingerprint}.safetensors", real_model.fingerprint)
+    assert shipped.k_mean.shape == (30, 3, 64) and set(shipped.losses) >= {"q4", "k8v4", "q8"}
 
 
 def test_the_mean_is_a_fact_of_coded_pages_only(tiny: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Names what K depends on, but not how it is coded, nor with which version of what it is computed."""
-        content = json.dumps([self.facts["weights"], asdict(self.spec)], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
+        """Names what K depends on, but not how it is coded, nor what a newer version says of a model in its config."""
+        config, group = self.facts["config"], self.spec.group
+        rope = config.get("text_config", config).get("rope_parameters")
+        shape = (len(group.layers), group.kv_heads, group.k_dim, group.latent_dim)
+        return hashlib.sha256(json.dumps([self.facts["weights"], shape, rope], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def load_model(path: Path, threads: int = 0, *, prefer_native: bool = True) -> LoadedModel:
