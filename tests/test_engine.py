@@ -576,3 +576,24 @@ def damage_a_file(rng: random.Random, data: Path) -> None:
         victim.unlink()
     else:
         victim.write_bytes(content)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_request_that_comes_at_the_very_last_moment_is_answered(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Between the look whether the engine runs and the request's place in the queue, it may have ended."""
+    harness = EngineHarness(None)
+    check = harness.engine._check
+
+    def end_behind(request: Any) -> None:
+        check(request)
+        if fails:
+            monkeypatch.setattr(harness.engine, "_begin_again", lambda: False)
+            harness.engine.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        else:
+            harness.engine.begin_stop()
+        harness.engine._thread.join(10)
+
+    monkeypatch.setattr(harness.engine, "_check", end_behind)
+    with pytest.raises(ShuttingDown):
+        harness.ask(prompt(5))
+    harness.engine.stop()
