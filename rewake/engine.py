@@ -74,6 +74,8 @@ class Engine:
         self._stopping = False
         self._drain_until = math.inf
         self._failure: BaseException | None = None
+        self._has_ended = False  # nothing that is posted from here on is ever run
+        self._ending = threading.Lock()
         self._beginnings: list[float] = []
         self._clock = 0  # prompt tokens computed
         self._step_seconds = 0.0
@@ -88,6 +90,10 @@ class Engine:
             self.post(lambda: function() if len(self._beginnings) == number else None)  # not for the memory before
 
         self.memory = AgentMemory(self.backend.arena, self.backend.layout, self._signature, self._store, post, self._trace)
+        self._nobody()
+
+    def _nobody(self) -> None:
+        """No request is at work."""
         self.waiting: list[Request] = []
         self.opening: dict[str, Request] = {}
         self.running: list[Sequence] = []
@@ -107,7 +113,10 @@ class Engine:
         if num_waiting >= self.max_waiting:
             retry_after = 1 + num_waiting // self.max_running
             raise Overloaded(f"{num_waiting} requests are waiting already (--max-waiting)", retry_after=retry_after)
-        self.post(lambda: self.waiting.append(request))
+        with self._ending:
+            if self._has_ended:
+                raise ShuttingDown("the engine does not run")
+            self.post(lambda: self.waiting.append(request))
 
     def _check(self, request: Request) -> None:
         """Refuse, before any work, what cannot be answered."""
@@ -138,10 +147,11 @@ class Engine:
             except Exception as error:  # noqa: BLE001 (whatever it is, the caller gets it)
                 future.set_exception(error)
 
-        if self.is_alive:
-            self.post(run)
-        else:
-            future.set_exception(ShuttingDown("the engine does not run"))
+        with self._ending:
+            if self.is_alive and not self._has_ended:
+                self.post(run)
+                return future
+        future.set_exception(ShuttingDown("the engine does not run"))
         return future
 
     def post(self, function: Callable[[], None]) -> None:
@@ -187,31 +197,40 @@ class Engine:
                 computed = False
                 while not (self._stopping and self.is_idle):
                     computed = self.step(wait=not computed)
-                return
+                break
             except BaseException as error:  # the edge of the thread: everybody who waits must be told
                 log.exception("the engine has failed")
                 self._answer_all(InternalError("the engine has failed: see the log"))
                 if not self._begin_again():
                     self._failure = error
-                    return
+                    break
+        with self._ending:
+            self._has_ended = True
+        self._answer_all(ShuttingDown(self.why_not_ready or "the engine does not run"))  # who came at the last moment
 
-    def _answer_all(self, error: InternalError) -> None:
+    def _answer_all(self, error: InternalError | ShuttingDown) -> None:
         while not self._inbox.empty():  # requests that came meanwhile
             with suppress(Exception):  # of a memory that is no longer sound
                 self._inbox.get()()
-        for request in (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing):
+        requests = (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing)
+        self._nobody()
+        for request in requests:
             self.backend.forget_sampler(request.id)
             request.emit(Failed(error))
 
     def _begin_again(self) -> bool:
-        """Start from what is on disk, as after a crash; False if that has been done too often."""
+        """Start from what is on disk, as after a crash; False if that has been done too often, or cannot be done."""
         now = time.monotonic()
         if sum(now - at < WITHIN for at in self._beginnings) >= MOST_BEGINNINGS:
             log.error("the engine has failed %d times in a minute: it stays down", MOST_BEGINNINGS + 1)
             return False
         self.memory.ledger.close()
         self._beginnings.append(now)
-        self._begin()
+        try:
+            self._begin()
+        except Exception:
+            log.exception("the engine cannot begin again: it stays down")
+            return False
         log.warning("the engine goes on with what is on disk")
         return True
 

@@ -624,3 +624,59 @@ def damage_a_file(rng: random.Random, data: Path) -> None:
         victim.unlink()
     else:
         victim.write_bytes(content)
+
+
+def test_what_waits_to_be_written_when_the_directory_is_deleted_is_not_called_saved(tmp_path: Path) -> None:
+    """It goes on from rows that were deleted."""
+
+    class Stopped(Files):
+        go, stopped = threading.Event(), threading.Event()
+
+        def create(self, path: Path) -> int:
+            self.stopped.set()
+            assert self.go.wait(30)
+            return super().create(path)
+
+    files = Stopped()
+    files.go.set()
+    harness = EngineHarness(tmp_path / "data", files=files)
+    text = [*prompt(100), *harness.ask(prompt(100), "a").tokens]
+    files.stopped.clear()
+    files.go.clear()
+    other = harness.submit(prompt(100, seed=1), "b")
+    assert files.stopped.wait(10)
+    pending = harness.submit([*text, 1], "a")
+    while len(pending.tokens) < 4:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    shutil.rmtree(tmp_path / "data")
+    files.go.set()
+    assert not other.result().saved
+    saved = pending.result().saved
+    again = harness.ask([*text, 1, *pending.tokens, 2], "a")
+    assert again.result().saved and again.match.computed_tokens == 2
+    harness.restart()
+    assert harness.ask([*text, 1, *pending.tokens, 2], "a").match.computed_tokens == 1
+    assert not saved
+    harness.close()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_request_that_comes_at_the_very_last_moment_is_answered(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Between the look whether the engine runs and the request's place in the queue, it may have ended."""
+    harness = EngineHarness(None)
+    check = harness.engine._check
+
+    def end_behind(request: Any) -> None:
+        check(request)
+        if fails:
+            monkeypatch.setattr(harness.engine, "_begin_again", lambda: False)
+            harness.engine.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        else:
+            harness.engine.begin_stop()
+        harness.engine._thread.join(10)
+
+    monkeypatch.setattr(harness.engine, "_check", end_behind)
+    with pytest.raises(ShuttingDown):
+        harness.ask(prompt(5))
+    harness.engine.stop()

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -118,7 +117,7 @@ class Verbs:
 
     @property
     def agents(self) -> Agents:
-        """Of the memory there is now: an engine that has failed begins again with another."""
+        """Of the memory there is now: an engine that has failed begins again with another. For the engine's thread: there it stays."""
         return self.engine.memory.agents
 
     async def listed(self) -> list[AgentSummary]:
@@ -133,24 +132,24 @@ class Verbs:
         return await self.summary(agent)
 
     async def done(self, verb: Callable[..., None], *arguments: Any, **fields: Any) -> None:
-        """Call a verb that reports in the end whether it has gone well."""
-        await done(self.engine, lambda told: verb(NAMESPACE, *arguments, done=told, **fields))
+        """Call a verb of the `Agents` there are then, which reports in the end whether it has gone well."""
+        await done(self.engine, lambda told: verb(self.agents, NAMESPACE, *arguments, done=told, **fields))
 
     async def forget(self, agent: str) -> None:
-        error = await report_of(self.engine, partial(self.agents.forget, NAMESPACE, agent))
+        error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(NAMESPACE, agent, told))
         await self.generator.forget(agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 
     async def wake(self, agent: str) -> int:
-        return await report_of(self.engine, partial(self.agents.wake, NAMESPACE, agent))
+        return await report_of(self.engine, lambda told: self.agents.wake(NAMESPACE, agent, told))
 
     async def take_in(self, path: Path, name: str | None) -> str:
         """Import a file, as `name` or as it says itself; how the agent is called now."""
         with open(path, "rb") as file:
             exported, pages = await asyncio.to_thread(read_portable, file, self.service.backend.layout, self.service.backend.spec)
         agent = checked(exported.name) if name is None else name
-        await self.done(self.agents.take_in, agent, exported, pages)
+        await self.done(Agents.take_in, agent, exported, pages)
         return agent
 
 
@@ -169,7 +168,7 @@ def add_records(routes: APIRouter, verbs: Verbs) -> None:
 
     @routes.post("", status_code=201)
     async def create(body: Create) -> dict[str, Any]:
-        await verbs.done(verbs.agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
+        await verbs.done(Agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
         return await verbs.changed(body.agent)
 
     @routes.get("/{agent:path}")
@@ -178,7 +177,7 @@ def add_records(routes: APIRouter, verbs: Verbs) -> None:
 
     @routes.patch("/{agent:path}")
     async def update(agent: str, body: Update) -> dict[str, Any]:
-        await verbs.done(verbs.agents.update, checked(agent), **body.changes())
+        await verbs.done(Agents.update, checked(agent), **body.changes())
         return await verbs.summary(agent)
 
     @routes.delete("/{agent:path}")
@@ -202,20 +201,20 @@ def add_files(routes: APIRouter, verbs: Verbs) -> None:
     async def export(agent: str, nothing: Nothing | None = None) -> Exported:
         with ExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory(prefix="rewake-export-"))) / "agent.tar"
-            await verbs.done(verbs.agents.export, checked(agent), path)
+            await verbs.done(Agents.export, checked(agent), path)
             return Exported(path, file_name(agent), stack.pop_all())
 
 
 def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
     @routes.post("/{agent:path}/fork", status_code=201)
     async def fork(agent: str, body: Fork) -> dict[str, Any]:
-        await verbs.done(verbs.agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
+        await verbs.done(Agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(body.to)
 
     @routes.post("/{agent:path}/rewind")
     async def rewind(agent: str, body: Rewind) -> dict[str, Any]:
         body.check()
-        await verbs.done(verbs.agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
+        await verbs.done(Agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(agent)
 
     @routes.post("/{agent:path}/wake")

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rewake.engine import Engine
 from rewake.errors import InternalError, RequestError, ShuttingDown
+from rewake.memory.memory import AgentMemory
 
 __all__ = ["done", "on_engine", "report_of"]
 
@@ -25,8 +26,12 @@ async def report_of(engine: Engine, verb: Callable[[Callable[[T], None]], None])
     """Start something that takes longer than a step: `verb` is given whom to tell; what it tells."""
     told: Future[T] = Future()
     told.set_running_or_notify_cancel()  # a client that leaves must not cancel it: the engine's thread would stumble over it
-    await on_engine(engine, lambda: verb(told.set_result))
-    return await outcome(engine, told)
+
+    def start() -> AgentMemory:
+        verb(told.set_result)
+        return engine.memory
+
+    return await outcome(engine, told, await on_engine(engine, start))
 
 
 async def done(engine: Engine, verb: Callable[[Callable[[Exception | None], None]], None]) -> None:
@@ -38,10 +43,13 @@ async def done(engine: Engine, verb: Callable[[Callable[[Exception | None], None
         raise InternalError(str(error)) from error
 
 
-async def outcome(engine: Engine, future: Future[T]) -> T:
+async def outcome(engine: Engine, future: Future[T], memory: AgentMemory | None = None) -> T:
+    """What comes of it; an error if the engine, or the `memory` that would tell, is gone before it is known."""
     waiting = asyncio.wrap_future(future)
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=LOOK_EVERY)
         if not waiting.done() and not engine.is_alive:
             raise ShuttingDown("the server is shutting down: it is not known whether this was done")
+        if not waiting.done() and memory not in (None, engine.memory):
+            raise InternalError("the engine has failed: it is not known whether this was done")
     return waiting.result()

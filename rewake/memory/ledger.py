@@ -429,11 +429,12 @@ class Ledger:
         log.warning("the directory of memories was deleted: what is in memory is saved again")
         residents = list(self.tree.residents())
         for resident in residents:
-            if not all(map(self.store.holds, resident.files)):
-                if isinstance(resident, Page):
-                    resident.file = None
-                else:
-                    resident.segments, resident.saved = [], None
+            is_there = all(map(self.store.holds, resident.files))
+            if isinstance(resident, Branch):
+                resident.saved = None
+                resident.segments = resident.segments if is_there else []
+            elif not is_there:
+                resident.file = None
         for page in residents:
             if (
                 isinstance(page, Page)
@@ -446,9 +447,11 @@ class Ledger:
                 self._cut(page)
         pages = [page_record(r) for r in self.tree.residents() if isinstance(r, Page) and r.file is not None]
         self.writer.submit(Amend(Commit(pages=tuple(pages)), (), lambda _: None))
-        for agent in list(self.tree.agents.values()):
+        agents = list(self.tree.agents.values())
+        for agent in agents:
             self.save_agent(agent, lambda _: None)
-            for branch in [b for b in agent.branches if not b.running]:
+        for branch in [b for a in agents for b in a.branches]:
+            if not (branch.running or branch.forgotten):  # to make room for another one
                 if branch.slot is None and branch.saved_rows < branch.num_rows:
                     cut_to_saved(branch)
                 branch.running = True

@@ -132,7 +132,20 @@ class Reclaim:
     def done(self, error: Exception | None) -> None: ...
 
 
-ALONE = (Amend, Reclaim)
+@dataclass(eq=False)
+class Resume:
+    """The engine knows that the directory has been begun anew: what is handed over from here on rests on what is there."""
+
+    replaced: tuple[StoredFile, ...] = ()
+    num_rows: int = 0
+
+    def write(self, store: Store) -> Commit:
+        return Commit()
+
+    def done(self, error: Exception | None) -> None: ...
+
+
+ALONE = (Amend, Reclaim, Resume)
 
 
 class Writer:
@@ -144,6 +157,7 @@ class Writer:
         self.lost = lost
         self.waiting_bytes = 0  # of files that wait to be written; counted on the engine thread
         self._failing = False
+        self._is_lost = False  # begun anew, and the engine does not know it yet
         self._jobs: deque[Job] = deque()
         self._waiting = threading.Condition()
         self._closing = False
@@ -188,20 +202,34 @@ class Writer:
             return batch
 
     def _save(self, jobs: list[Job]) -> None:
+        self._is_lost = self._is_lost and not isinstance(jobs[0], Resume)
         written = [(job, *self._write(job)) for job in jobs]
         failed: Exception | None = None
         try:
             self.store.commit(merge([commit for _, commit, _ in written if commit is not None]))
         except Exception as caught:  # noqa: BLE001 (the edge of the thread: whatever it was, the jobs failed)
             failed = caught
+        reports: list[Callable[[], None]] = []
         for job, _, error in written:
             if error is None and failed is None:
                 self.store.remove(job.replaced)
-            self._report(job, error or failed)
+            self._note(job, error or failed)
+            reports.append(lambda job=job, error=error or failed: self._report(job, error))  # type: ignore[misc]
         self._say_once(failed or next((error for *_, error in written if error is not None), None))
         if isinstance(failed, StoreLost):
             self._unsaved_pages.clear()
-            self.post(self.lost)
+            self._is_lost = True
+            self.post(lambda: self._resume(reports))
+        else:
+            for report in reports:
+                self.post(report)
+
+    def _resume(self, reports: list[Callable[[], None]]) -> None:
+        """On the engine thread, at once: who is told that a turn is not saved may come with the next one."""
+        for report in reports:
+            report()
+        self.submit(Resume())
+        self.lost()
 
     def _say_once(self, error: Exception | None) -> None:
         """A disk that is full is worth two lines in the log, not two for each page."""
@@ -213,6 +241,8 @@ class Writer:
 
     def _write(self, job: Job) -> tuple[Commit | None, Exception | None]:
         try:
+            if self._is_lost:
+                raise StoreLost("it goes on from what was deleted")
             if isinstance(job, SaveTurn) and not job.ancestors.isdisjoint(self._unsaved_pages):
                 raise OSError("a page before it could not be saved")
             commit = job.write(self.store)
@@ -231,13 +261,9 @@ class Writer:
                 self._unsaved_pages.add(job.key)
 
     def _report(self, job: Job, error: Exception | None) -> None:
-        self._note(job, error)
-
-        def done() -> None:
-            self.waiting_bytes -= self.size_of(job)
-            job.done(error)
-
-        self.post(done)
+        """On the engine thread."""
+        self.waiting_bytes -= self.size_of(job)
+        job.done(error)
 
 
 def merge(commits: list[Commit]) -> Commit:

@@ -112,13 +112,19 @@ class Directory:
 
     def _count(self) -> None:
         in_quarantine = sum(size for _, size in self._quarantined())
-        self.used = self._index.total_bytes() + in_quarantine
+        self.used = self._index.total_bytes() + in_quarantine + self._stray_bytes()
         self.reclaimable = self._index.foreign_bytes() + in_quarantine
+
+    def _stray_bytes(self) -> int:
+        """Where there was no manifest, files that are there all the same are nobody's, or will be named again; they take room."""
+        names = self._files_in(*FOLDERS) if self._index.is_new else ()
+        return sum((self.path / name).stat().st_size for name in names)
 
     def load(self) -> Snapshot:
         """All records of the signature; also removes files that a crash, or a damaged record, left unreferenced."""
         snapshot = self._index.load()
         self._collect_garbage()
+        self._uncommitted = {}
         self._count()
         return snapshot
 
@@ -222,7 +228,7 @@ class Directory:
             raise CorruptFile(f"{file.name}: {error}") from error
 
     def holds(self, file: StoredFile) -> bool:
-        return (self.path / file.name).is_file()
+        return os.path.isfile(self.path / file.name)  # what cannot be looked at is not there
 
     # ---- removing
 
@@ -231,13 +237,13 @@ class Directory:
         try:
             target.parent.mkdir(mode=0o700, exist_ok=True)
             self._files.rename(self.path / file.name, target)
+            self.reclaimable += file.file_bytes
         except OSError as error:
             log.warning("cannot quarantine %s: %s", file.name, error.strerror)
 
     def remove(self, files: Iterable[StoredFile]) -> None:
         for file in files:
-            path = self.path / file.name
-            if path.exists() and self._discard(path):
+            if self.holds(file) and self._discard(self.path / file.name):
                 self.used -= file.file_bytes
 
     def _discard(self, path: Path) -> bool:
@@ -251,7 +257,12 @@ class Directory:
 
     def room(self) -> int:
         """Bytes that may still be written."""
-        return min(self.budget - self.used, self._files.free(self.path) - self.free_floor)
+        try:
+            free = self._files.free(self.path) - self.free_floor
+        except OSError as error:  # nothing can be removed for it that would help; writing will say what is wrong
+            log.warning("%s: it cannot be seen how much room there is (%s)", self.path, error.strerror)
+            free = UNLIMITED
+        return min(self.budget - self.used, free)
 
     def reclaim(self, wanted: int) -> None:
         goal = self.used - wanted
