@@ -21,6 +21,7 @@ import argparse
 import logging
 import multiprocessing
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,16 +31,15 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from bench.common import Bar, finish, flags, table
 from bench.kills import Chain, Zygote
-from tests.faults import CELLS, Toll, seeded, trial
+from tests.faults import CELLS, FILES, READS, Toll, seeded, trial
 
 WORKERS = 2
 EACH, EACH_QUICK = 175, 6  # faults of every cell
-CHAINS, CHAINS_QUICK = 60, 2
-KILLS, KILLS_QUICK = 10, 5  # of a chain
+CHAINS, CHAINS_QUICK = 52, 2
+KILLS, KILLS_QUICK = 9, 5  # of a chain
 REAL = "SIGKILL of a server"
 Cells = dict[tuple[str, str], int]
 
@@ -58,14 +58,16 @@ def run_in_process(count: int, seed: int) -> tuple[Cells, Toll]:
             toll.include(found)
             if done % 1000 == 0:
                 print(f"{done} of {count} faults in process", file=sys.stderr)
-    return dict(cells), toll
+    return {cell: cells[cell] for cell in CELLS}, toll
 
 
-def run_chains(zygote: Zygote, model: Path, folder: Path, numbers: Iterable[int], kills: int, seed: int, chains: list[Chain]) -> None:
+def run_chains(
+    zygote: Zygote, model: Path, folder: Path, numbers: Iterable[int], kills: int, seed: int, chains: list[Chain], taken: Counter[str]
+) -> None:
     for number in numbers:
         place = folder / f"chain{number}"
         place.mkdir()
-        chain = Chain(zygote, model, place, number, random.Random(f"{seed} / {number}"))
+        chain = Chain(zygote, model, place, number, random.Random(f"{seed} / {number}"), taken)
         try:
             chain.run(kills)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a result)
@@ -81,8 +83,11 @@ def run_kills(num_chains: int, kills: int, seed: int) -> list[Chain]:
     subprocess.run([sys.executable, "-c", code, str(folder / "tiny")], check=True, stderr=subprocess.DEVNULL)
     zygotes = [Zygote() for _ in range(WORKERS)]
     chains: list[Chain] = []
+    taken: Counter[str] = Counter()
     threads = [
-        threading.Thread(target=run_chains, args=(zygote, folder / "tiny", folder, range(i, num_chains, WORKERS), kills, seed, chains))
+        threading.Thread(
+            target=run_chains, args=(zygote, folder / "tiny", folder, range(i, num_chains, WORKERS), kills, seed, chains, taken)
+        )
         for i, zygote in enumerate(zygotes)
     ]
     for thread in threads:
@@ -92,27 +97,19 @@ def run_kills(num_chains: int, kills: int, seed: int) -> list[Chain]:
     for zygote in zygotes:
         zygote.close()
     if all(chain.toll.is_clean for chain in chains):
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        shutil.rmtree(folder)
     return chains
 
 
-def pivot(cells: Cells) -> list[dict[str, Any]]:
-    """Kinds down, steps across."""
-    steps = list(dict.fromkeys(step for _, step in cells))
-    return [
-        {"fault": kind, **{step: cells.get((kind, step), "") for step in steps if any((k, step) in cells for k in kinds)}}
-        for kinds in [list(dict.fromkeys(kind for kind, _ in cells))]
-        for kind in kinds
-    ]
-
-
 def show(cells: Cells) -> None:
-    """One table for each set of columns."""
-    for wanted in (lambda step: "read" not in step and "file" not in step and step != "manifest", lambda step: "read" in step, None):
-        part = {c: n for c, n in cells.items() if (wanted(c[1]) if wanted else "file" in c[1] or c[1] == "manifest")}
-        if part:
-            table(pivot(part))
-            print()
+    """Kinds down, steps across: one table for writes, one for reads, one for files."""
+    of_files = {cell for cell in cells if cell[1] in (*FILES, "manifest")}
+    of_reads = {cell for cell in cells if cell[1] in READS}
+    for part in (cells.keys() - of_files - of_reads, of_reads, of_files):
+        kinds = [kind for kind in dict.fromkeys(kind for kind, _ in cells) if any(k == kind for k, _ in part)]
+        steps = [step for step in dict.fromkeys(step for _, step in cells) if any(s == step for _, s in part)]
+        table([{"fault": kind, **{step: cells.get((kind, step), "") for step in steps}} for kind in kinds])
+        print()
 
 
 def main() -> int:
@@ -123,6 +120,7 @@ def main() -> int:
     started = time.perf_counter()
     cells, toll = run_in_process(each * len(CELLS), args.seed * 1_000_000)
     in_process = time.perf_counter() - started
+    print(f"{sum(cells.values())} faults in process took {in_process:.0f} s: clean: {toll.is_clean}", file=sys.stderr)
     chains = run_kills(num_chains, kills, args.seed)
     real: Counter[str] = Counter()
     for chain in chains:

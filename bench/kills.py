@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -188,6 +189,7 @@ class Chain:
     folder: Path
     number: int
     rng: random.Random
+    taken: Counter[str]  # kills at each step, or about to be, of all chains
     toll: Toll = field(default_factory=Toll)
     promises: list[Promise] = field(default_factory=list)
     kills: dict[str, int] = field(default_factory=dict)
@@ -224,11 +226,12 @@ class Chain:
             yield http, pid
 
     def run(self, kills: int) -> None:
-        """So many kills, one in five from outside; every step of a write has its turn."""
+        """So many kills, the first from outside, the others at the step that has had the fewest."""
         for i in range(kills):
             last_step = None
-            if i % 5:
-                step = STEPS[(self.number * kills + i) % len(STEPS)]
+            if i:
+                step = min(STEPS, key=lambda step: (self.taken[step], self.rng.random()))
+                self.taken[step] += 1
                 nth = self.rng.randrange(1, 3 if step in ("remove", "sync_folder") else 14)
                 last_step = {"step": step, "nth": nth, "before": self.rng.random() < 0.5}
                 last_step["armed"] = str(self.folder / f"armed{i}")
@@ -273,6 +276,8 @@ class Chain:
             time.sleep(self.rng.uniform(0.01, 1.2))
         elif gone.wait(PATIENCE):  # a client has lost its connection
             where = last_step["step"]
+        else:
+            self.taken[last_step["step"]] -= 1
         os.kill(pid, signal.SIGKILL)  # it is not waited for yet: even if it is dead, the id is its own
         gone.set()
         for thread in threads:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,11 +35,10 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there can be no such file."""
         try:
-            whole = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the engine is)
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
-        if not whole:  # a killed process has left half a line
+        if ends_in_half_a_line(path):  # of a process that was killed: ours must not be its other half
             self._file.write("\n")
 
     def step(self, batch: Batch, output: Output) -> None:
@@ -47,6 +47,9 @@ class Recorder:
 
     def event(self, kind: str, *names: str) -> None:
         self._write({kind: names})
+
+    def close(self) -> None:
+        self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -67,6 +70,14 @@ class Replayed:
     @property
     def same(self) -> bool:
         return self.recorded == self.computed
+
+
+def ends_in_half_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -149,6 +149,11 @@ class Pending:
         return self._end
 
     @property
+    def is_saved(self) -> bool:
+        """Whether it has been acknowledged as saved by now."""
+        return isinstance(self._end, Done) and self._end.saved
+
+    @property
     def match(self) -> Match:
         return self.result().match
 

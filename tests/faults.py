@@ -15,6 +15,7 @@ answer and at all that was acknowledged: `saved: true` is a promise. `Toll` coun
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from rewake.quant import PAGE_TOKENS
-from rewake.request import Done
 from rewake.store.directory import BLOCK
 from rewake.store.files import Files
 from tests.fakes import SIGNATURE, EchoBackend, EngineHarness, Pending, expected_answer
@@ -242,8 +242,6 @@ def tear(rng: random.Random, path: Path, kept: int) -> None:
 
 def tokens_in(path: Path) -> bytes:
     """The tokens a page or segment is about, from its header; none if it has no sound one."""
-    import json
-
     with suppress(OSError, ValueError, KeyError), open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         return bytes.fromhex(header["__metadata__"]["tokens"])
@@ -263,8 +261,7 @@ class Turn:
 
     @property
     def is_saved(self) -> bool:
-        end = self.pending._end
-        return isinstance(end, Done) and end.saved
+        return self.pending.is_saved
 
     @property
     def computed(self) -> tuple[int, ...]:
