@@ -23,6 +23,7 @@ numbers = itertools.count()
 
 class Ours(Peer):
     name = "rewake"
+    weights = "shipped"
 
     def __init__(self, kv: str) -> None:
         self.kv = kv
