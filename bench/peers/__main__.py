@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from bench.common import finish, flags
-from bench.peers import kernels
+from bench.peers import kernels, steps
 from bench.peers.base import Peer
 from bench.peers.llama_cpp import LlamaCpp, LlamaCppQ4
 from bench.peers.ours import Ours
@@ -19,7 +19,7 @@ from bench.peers.transformers import Transformers
 from bench.peers.vllm import Vllm
 
 OTHERS = {peer.name: peer for peer in (Vllm, Transformers, LlamaCpp, LlamaCppQ4)}
-GROUPS = {"kernels": kernels.measure}
+GROUPS = {"kernels": kernels.measure, "steps": steps.measure}
 
 
 def chosen(names: str) -> list[Peer]:

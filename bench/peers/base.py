@@ -131,6 +131,10 @@ class Worker:
             raise
         self._signal(signal.SIGSTOP)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def generate(self, prompts: list[list[int]], new: int, seconds: float = 600) -> Times:
         """Milliseconds from the start to each new token of each prompt. Raises Absent if the worker dies or takes too long."""
         self._signal(signal.SIGCONT)

@@ -23,6 +23,7 @@ numbers = itertools.count()
 
 class Ours(Peer):
     name = "rewake"
+    weights = "shipped"
 
     def __init__(self, kv: str, memory: int = MEMORY, data: Path | None = None, persist: bool = True) -> None:
         """Memories in `data`, or in a temporary directory that goes with the worker."""

@@ -32,7 +32,7 @@ GREEDY = Sampling(temperature=0)
 def ids(model_path: Path) -> list[int]:
     from rewake.text.tokenizer import Tokenizer
 
-    return Tokenizer(model_path).encode((Path(__file__).parents[2] / "docs" / "architecture.md").read_text())[:600]
+    return Tokenizer(model_path).encode((Path(__file__).parents[2] / "docs" / "architecture.md").read_text())[:300]
 
 
 # ---- near the exact model
@@ -55,7 +55,7 @@ def exact(model_path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
         return model(torch.tensor([ids])).logits[0].numpy()  # type: ignore[no-any-return]
 
 
-CUTS = [1, 8, 9, 255, 256, 257, *range(300, 600, 10), 600]
+CUTS = [1, 8, 9, *range(20, 255, 9), 255, 256, 257, 300]
 
 
 @pytest.mark.parametrize("isa", native.isas())
@@ -80,10 +80,10 @@ def test_plain_weights_are_as_near(model_path: Path, tmp_path: Path, ids: list[i
         (folder / name).symlink_to(model_path / name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.inference_mode():
-        want = model(torch.tensor([ids[:300]])).logits[0].numpy()
+        want = model(torch.tensor([ids[:200]])).logits[0].numpy()
     loaded = load_model(folder, threads=2)
     assert loaded.plan is not None and loaded.weights == "bfloat16"
-    cuts = [1, 9, 200, 290, 295, 300]
+    cuts = [1, 9, 150, 160, 195, 200]
     assert mean_kl(want[[c - 1 for c in cuts]], steps(torch_backend(loaded, "bf16", 2), ids, cuts)) < 2e-4
 
 
@@ -172,21 +172,21 @@ class Pages:
         return self.backend.arena[at : at + 2 * self.size].copy()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_a_rows_bits_are_the_same_alone_and_among_32(real_model: Any, ids: list[int], kv: str, threads: int) -> None:
-    texts = [ids[i : i + 260] for i in range(32)]
+    texts = [ids[i : i + 50] for i in range(32)]  # that end at 50 tokens and before
     pages = Pages(torch_backend(real_model, kv, 68))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        pages.run(*(pages.row(i, t, 0, 255 - i) for i, t in enumerate(texts)))
-        together = pages.run(*(pages.row(i, t, 255 - i, 256 - i) for i, t in enumerate(texts))).logits
-        for i in (0, 7, 8, 31):
-            pages.run(pages.row(32, texts[i], 0, 255 - i))
-            alone = pages.run(pages.row(32, texts[i], 255 - i, 256 - i)).logits[0]
+        pages.run(*(pages.row(i, t, 0, 49 - i) for i, t in enumerate(texts)))
+        together = pages.run(*(pages.row(i, t, 49 - i, 50 - i) for i, t in enumerate(texts))).logits
+        for i in (0, 8, 31):
+            pages.run(pages.row(32, texts[i], 0, 49 - i))
+            alone = pages.run(pages.row(32, texts[i], 49 - i, 50 - i)).logits[0]
             assert np.array_equal(alone, together[i])
             layout = pages.backend.layout
-            for a, b in zip(rows_of(pages.pages(32), layout, 256 - i), rows_of(pages.pages(i), layout, 256 - i), strict=True):
+            for a, b in zip(rows_of(pages.pages(32), layout, 50 - i), rows_of(pages.pages(i), layout, 50 - i), strict=True):
                 assert np.array_equal(a, b)
     finally:
         torch.set_num_threads(before)
@@ -203,7 +203,7 @@ def rows_of(pages: np.ndarray[Any, Any], layout: Any, rows: int) -> list[np.ndar
 
 def test_how_a_prompt_is_cut_changes_no_bit(real_model: Any, ids: list[int], kv: str) -> None:
     results = []
-    for cuts in ([400], [1, 2, 30, 256, 399, 400], [*range(7, 400, 7), 400]):
+    for cuts in ([280], [1, 2, 30, 256, 279, 280], [*range(7, 280, 7), 280]):
         backend = torch_backend(real_model, kv, 2)
         logits = steps(backend, ids, cuts)[-1]
         results.append((logits, backend.arena.copy()))
@@ -238,13 +238,13 @@ def test_the_signature_names_the_way_that_was_taken(model_path: Path) -> None:
     assert ours.facts["step"] == "native" and ours.facts["weights"] != theirs.facts["weights"]
 
 
-def test_both_ways_agree_on_what_is_likely(model_path: Path, ids: list[int], exact: np.ndarray[Any, Any], kv: str) -> None:
-    """The paths differ by no more than bfloat16 does from float32, which 4-bit pages amplify alike."""
-    theirs = steps(torch_backend(load_model(model_path, threads=2, prefer_native=False), kv, 3), ids, CUTS)
-    ours = steps(torch_backend(load_model(model_path, threads=2), kv, 3), ids, CUTS)
+def test_both_ways_agree_on_what_is_likely(model_path: Path, ids: list[int], exact: np.ndarray[Any, Any]) -> None:
+    """They differ by what bfloat16 costs transformers, and ours is the nearer one to the exact model."""
+    theirs = steps(torch_backend(load_model(model_path, threads=2, prefer_native=False), "bf16", 2), ids, CUTS)
+    ours = steps(torch_backend(load_model(model_path, threads=2), "bf16", 2), ids, CUTS)
     want = exact[[c - 1 for c in CUTS]]
-    assert mean_kl(want, ours) < mean_kl(want, theirs) * 1.1
-    assert mean_kl(theirs, ours) < (0.005 if kv == "bf16" else 0.05)
+    assert mean_kl(want, ours) < mean_kl(want, theirs) / 5
+    assert mean_kl(theirs, ours) < 0.005
 
 
 # ---- weights

@@ -1,0 +1,150 @@
+"""Group `steps`: what a step costs, alone and together, beside others and beside a process that takes one of the cores.
+
+  decode   every weight is read once a step: 97 MB as the default model is shipped (4.5 ms at 20 GB/s), and K and V,
+           6.5 KB a token of depth in q4, once for each agent
+  together eight agents share the reading of weights; what remains is 0.13 GFLOP of products for each
+  cold     4,096 tokens: 0.43 TFLOP of integer products, and attention
+  hot      16 new tokens behind 4,096: one step of 16 rows
+  busy     the same decoding while another process spins on one of the two cores
+  memory   of the process once it has answered, without the arena, of which next to nothing is in use by then
+
+Rates are tokens a second. All compute the same ids on two threads, in turn within each repetition. Medians.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.common import Bar, table
+from bench.peers.base import Peer, cores
+from bench.peers.kernels import DECODED, DEPTH, EIGHT, Measured, attempt, long, short, start, together, warm_up
+from bench.peers.prompts import Prompts
+
+__all__ = ["measure"]
+
+GROUP = "steps"
+Row = dict[str, Any]
+DEPTHS = (16, 1024, DEPTH)
+BASE = 600e6  # bytes of a process besides weights and pages: Python, torch, tokenizer
+PEER_BARS = (  # a peer, at which depth, ours over theirs
+    ("llama.cpp", "decode 0", 0.6),
+    ("llama.cpp", "decode 1024", 1.2),
+    ("vllm", "decode 1024", 2.0),
+    ("llama.cpp", f"decode {DEPTH}", 2.5),
+    ("vllm", f"decode {DEPTH}", 2.0),
+)
+
+
+def measure(peers: Sequence[Peer], prompts: Prompts, kv: str, quick: bool) -> tuple[list[Row], list[Bar]]:
+    measured = [Measured(peer) for peer in peers]
+    ours = measured[0]
+    stages = (warm_up, short, long) if quick else (warm_up, short, long, eight)
+    try:
+        for m in measured:
+            attempt(m, start)
+        attempt(ours, resident)
+        for repetition in range(1 if quick else max(m.peer.repetitions for m in measured)):
+            for stage in stages:
+                for m in (m for m in measured if repetition < m.peer.repetitions):
+                    attempt(m, partial(stage, prompts=prompts, repetition=repetition))
+            attempt(ours, partial(beside_a_busy_loop, prompts=prompts, repetition=repetition))
+            print(f"repetition {repetition + 1} is done", file=sys.stderr)
+    finally:
+        for m in measured:
+            if m.worker is not None:
+                m.worker.close()
+    rows = [row_of(m) for m in measured]
+    print()
+    table([{k: "-" if v is None else v for k, v in row.items() if k != "about"} for row in rows])
+    for m in measured:
+        print(f"{m.peer.name}: {'ABSENT, ' + m.why_absent if m.why_absent else m.about}")
+    return rows, bars_of(measured, kv)
+
+
+def resident(m: Measured) -> None:
+    """Bytes in memory behind a first, short answer, beyond the weights' file."""
+    from rewake.models import DEFAULT_MODEL, resolve
+
+    assert m.worker is not None
+    m.ask([[100] * 16], 3)
+    status = Path(f"/proc/{m.worker.pid}/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
+        weights = resolve(DEFAULT_MODEL) / "coded" / "weights.safetensors"
+        m.note("resident", int(line.split()[1]) * 1024 - weights.stat().st_size)
+
+
+def eight(m: Measured, prompts: Prompts, repetition: int) -> None:
+    if m.peer.batches:
+        for depth in DEPTHS:
+            contexts = [prompts.take(f"eight {i} {repetition}", depth) for i in range(EIGHT)]
+            m.note(f"eight {depth}", together(m.ask(contexts, 2 * DECODED)))
+
+
+def beside_a_busy_loop(m: Measured, prompts: Prompts, repetition: int) -> None:
+    prompt = prompts.take(f"busy {repetition}", 1024)
+    free = together(m.ask([prompt], DECODED))
+    with busy_loop():
+        m.note("busy", together(m.ask([prompt], DECODED)) / free)
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    """Another process that takes the first of the cores."""
+    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(spin.pid, cores()[:1])
+    try:
+        yield
+    finally:
+        spin.kill()
+        spin.wait()
+
+
+def row_of(m: Measured) -> Row:
+    rates = {f"{depth} tok/s": m.median(f"decode {depth}") for depth in (0, 1024, DEPTH)}
+    of_eight = {f"8 x {depth}": m.median(f"eight {depth}") for depth in DEPTHS}
+    return {
+        "peer": m.peer.name,
+        "kv": m.peer.kv,
+        "weights": m.peer.weights,
+        **rates,
+        **of_eight,
+        "cold 4096 ms": m.median("cold"),
+        "hot +16 ms": m.median("hot"),
+        "about": m.why_absent or m.about,
+    }
+
+
+def bars_of(measured: list[Measured], kv: str) -> list[Bar]:
+    by_name = {m.peer.name: m for m in measured}
+    ours = measured[0]
+
+    def ours_over(m: Measured, name: str) -> float:
+        mine, theirs = ours.median(name), m.median(name)
+        return mine / theirs if mine and theirs else float("nan")
+
+    def number(name: str) -> float:
+        return statistics.median(ours.seen.get(name, [float("nan")]))
+
+    bars = [
+        Bar(GROUP, f"{name}: ours {kv} / {peer}", ours_over(by_name[peer], name), limit)
+        for peer, name, limit in PEER_BARS
+        if peer in by_name
+    ]
+    if "vllm" in by_name:
+        bars.append(Bar(GROUP, f"cold {DEPTH}: ours {kv} / vLLM", ours_over(by_name["vllm"], "cold"), 1.25, most=True))
+    return bars + [
+        Bar(GROUP, "eight at 1024 / one", number("eight 1024") / number("decode 1024"), 3),
+        Bar(GROUP, f"16 new tokens behind {DEPTH}, ms", number("hot"), 42, most=True),
+        Bar(GROUP, "beside a busy loop / alone", number("busy"), 0.4),
+        Bar(GROUP, "resident beyond weights and pages, MB", number("resident") / 1e6, BASE / 1e6, most=True),
+    ]
