@@ -26,7 +26,7 @@ test: install
 
 test-native:
 	mkdir -p build
-	$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -Wno-psabi \
+	$(CXX) -std=c++17 -pthread -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -Wno-psabi \
 		-I $(KERNELS) tests/kernels/native_test.cpp -o build/native_test
 	build/native_test
 
