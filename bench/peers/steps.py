@@ -142,12 +142,7 @@ def bars_of(measured: list[Measured], kv: str) -> list[Bar]:
     ]
     if "vllm" in by_name:
         bars.append(Bar(GROUP, f"cold {DEPTH}: ours {kv} / vLLM", ours_over(by_name["vllm"], "cold"), 1.25, most=True))
-<<<<<<< HEAD
-    return [
-        *bars,
-=======
     bars += [
->>>>>>> native
         Bar(GROUP, "eight at 1024 / one", number("eight 1024") / number("decode 1024"), 3),
         Bar(GROUP, f"16 new tokens behind {DEPTH}, ms", number("hot"), 42, most=True),
         Bar(GROUP, "beside a busy loop / alone", number("busy"), 0.4),
