@@ -32,6 +32,7 @@ Trace = Callable[..., None]  # told of each change of a page's name or content; 
 
 # What it costs to have a page back, in tokens computed: reading it takes about as long as some tokens do.
 READ_COST, COMPUTE_COST, ANONYMOUS = 8.0, float(PAGE_TOKENS), 0.1
+SORT_EVERY = 1.0  # seconds for which what is on disk keeps its order by worth: with thousands of agents, finding it takes a while
 
 
 class Ledger:
@@ -46,6 +47,8 @@ class Ledger:
         self.trace = trace or (lambda *_: None)
         self._pinned: set[Page | Branch] | None = None  # None: to be collected again
         self._to_remove = 0  # bytes that waiting jobs will give back
+        self._by_worth: list[Branch] = []
+        self._sorted_at = 0.0
         if store is not None:
             self._recall(store)
 
@@ -224,28 +227,46 @@ class Ledger:
         if (foreign := min(short, self.store.reclaimable)) > 0:
             self.writer.submit(Reclaim(foreign))
             short -= foreign
-        for branch in self._by_worth() if short > 0 else ():
-            if short <= 0:
-                return
-            if not self._own_bytes(branch):  # it shares all it has with others, or is in memory only
-                continue
-            log.info("the disk budget is used up: a branch of agent %r is forgotten", branch.agent)
-            short -= self.forget_branches([branch])
+        while short > 0 and (branches := self._least_worth()):
+            log.info("the disk budget is used up: a branch of agent %r is forgotten", branches[0].agent)
+            short -= self.forget_branches(branches)
 
     def make_room_for(self, num_pages: int) -> None:
         """Have room for so many new pages, before they are computed."""
         if self.store is not None:
             self.make_room(num_pages * self.store.file_bytes(PAGE_TOKENS))
 
-    def _by_worth(self) -> list[Branch]:
+    def _least_worth(self) -> list[Branch]:
+        """What to forget next, so that the disk has more room; none if nothing would help."""
+        is_fresh = False
+        while not is_fresh:
+            if is_fresh := not self._by_worth or time.time() > self._sorted_at + SORT_EVERY:
+                self._by_worth, self._sorted_at = self._sorted_by_worth(), time.time()
+            while self._by_worth:
+                branch = self._by_worth.pop()
+                if can_go(branch) and branch.used <= self._sorted_at and (branches := self._with_sharers(branch)):
+                    return branches
+        return []
+
+    def _sorted_by_worth(self) -> list[Branch]:
+        """What may be forgotten, what is worth least last."""
         now = time.time()
+        heads = {a.head for a in self.tree.agents.values()}
 
         def value(branch: Branch) -> float:
-            idle, owner = max(0.0, now - branch.used), branch.owner
-            return worth(branch.num_tokens, self._own_bytes(branch), idle, anonymous=owner.name is None, is_head=branch is owner.head)
+            idle, anonymous = max(0.0, now - branch.used), branch.agent is None
+            return worth(branch.num_tokens, self._own_bytes(branch), idle, anonymous=anonymous, is_head=branch in heads)
 
-        idle = [b for a in self.tree.agents.values() if not a.pinned for b in a.branches if not (b.running or b.refs)]
-        return sorted(idle, key=value)
+        return sorted((b for a in self.tree.agents.values() for b in a.branches if can_go(b)), key=value, reverse=True)
+
+    def _with_sharers(self, branch: Branch) -> list[Branch]:
+        """It, if that gives something back; else all that share its last page, unless one of these must stay."""
+        if self._own_bytes(branch):
+            return [branch]
+        if branch.parent.file is None:  # it is in memory only
+            return []
+        sharers = [b for page in self.tree.subtree(branch.parent) for b in page.branches]
+        return sharers if all(map(can_go, sharers)) else []
 
     def _own_bytes(self, branch: Branch) -> int:
         """What forgetting it would give back."""
@@ -525,6 +546,11 @@ def cut_to_saved(branch: Branch) -> None:
     branch.tokens = branch.tokens[: branch.num_rows]
     length = branch.num_tokens
     branch.turns = array(TOKEN, (t for t in branch.turns if t <= length))
+
+
+def can_go(branch: Branch) -> bool:
+    """Whether it may be forgotten for want of room."""
+    return not (branch.owner.pinned or branch.running or branch.refs or branch.forgotten)
 
 
 def is_nothing(branch: Branch) -> bool:

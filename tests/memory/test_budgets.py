@@ -14,9 +14,10 @@ import pytest
 
 from rewake.errors import DiskFull
 from rewake.memory.pool import slot_bytes
-from rewake.memory.tree import to_tokens
+from rewake.memory.tree import Branch, to_tokens
 from rewake.memory.writer import Writer
 from rewake.quant import PAGE_TOKENS
+from rewake.store.base import StoredFile
 from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
@@ -129,6 +130,35 @@ def test_with_everything_pinned_answers_go_on_and_say_they_are_not_saved(small: 
     assert small.ask([*text, 3], "b").result().saved
     small.restart()
     assert small.ask([*text, 3], "b").match.computed_tokens == 1
+
+
+def test_what_two_share_to_the_last_byte_can_go(small: EngineHarness) -> None:
+    """Neither would give anything back alone."""
+    talk(small, "a", 12 * PAGE_TOKENS - 3)
+    do(small, "rewind", "a", tokens=11 * PAGE_TOKENS)
+    do(small, "fork", "a", "b")
+    for i in range(4):
+        text = prompt(1500, seed=70 + i)
+        assert small.ask(text, f"c{i}").result().saved
+
+
+def test_of_thousands_of_branches_the_oldest_go_first(tmp_path: Path) -> None:
+    """Of those who do not say who they are, each request is a branch of one asker."""
+    harness = EngineHarness(tmp_path)
+    ledger, tree = harness.memory.ledger, harness.memory.tree
+
+    def choose() -> list[str]:
+        owner = tree.agent("default", None)
+        for i in range(5000):
+            file = StoredFile(f"segments/{i}", 0, 1, 4096, 32, b"")
+            branch = tree.add_branch(Branch(f"{i}", owner, tree.root("default"), to_tokens([i + 2]), 1, [file], used=float(i)))
+            owner = branch.owner
+        chosen = [ledger._least_worth()[0].id for _ in range(3)]
+        ledger.forget_branches(owner.branches)
+        return chosen
+
+    assert harness.engine.call(choose).result(60) == ["0", "1", "2"]
+    harness.close()
 
 
 def test_the_last_bytes_of_the_disk_are_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
