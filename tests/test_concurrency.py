@@ -170,7 +170,7 @@ def test_a_mixed_batch_is_as_near_to_each_agent_alone_as_one_that_never_evicted(
     assert shadow.num_compared > 10_000
     assert sum(a.pending.match.loaded_tokens > 0 for a in mixed if a.pending is not None) >= 3, "the memory was to be too small"
     yardstick = mean_divergence(alone, roomy)
-    assert 0 < yardstick < 0.05
+    assert yardstick < 0.05  # 0 where the native step computes: its rows do not depend on who runs beside them
     assert mean_divergence(alone, mixed) <= 1.5 * yardstick
 
 
