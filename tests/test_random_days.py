@@ -38,7 +38,7 @@ from rewake.store.directory import UNLIMITED
 from rewake.store.files import Files
 from tests.fakes import LAYOUT, EchoBackend, EngineHarness, Pending, expected_answer
 
-DAYS = int(os.environ.get("REWAKE_DAYS", "24"))
+DAYS = int(os.environ.get("REWAKE_DAYS", "3"))
 FIRST = int(os.environ.get("REWAKE_FIRST_DAY", "0"))
 ACTS = int(os.environ.get("REWAKE_ACTS", "120"))
 FILE = 4096 + LAYOUT.page_bytes + 4096  # a page with its header, and a block to spare
