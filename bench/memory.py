@@ -1,6 +1,7 @@
 """What keeping memories costs, and how soon they are there again.
 
-  amplification  bytes written for 50 turns of 100 tokens on a context of 4,096, against the bytes of the new tokens' K/V alone.
+  amplification  bytes written for 50 turns of 100 tokens on a context of 3,072 (on 4,096 they would not fit the model's
+                 8,192), against the bytes of the new tokens' K/V alone.
                  A row is written once with its turn, and once more when its page is full, unless both happen at once: at most 2,
                  plus headers (some 20 KB a file) and the manifest
   gap            the longest time between two tokens of an answer of 600, with saving on and off: the writer has its own
@@ -84,7 +85,7 @@ def written_by_process() -> int:
 
 
 def amplification(service: Service, turns: int) -> dict[str, Any]:
-    text = ids("context", 4096)
+    text = ids("context", 3072)
     store = service.engine._store
     assert store is not None
     answer, _, _ = ask(service, text, "amplified", 4)
@@ -156,7 +157,7 @@ def fill(path: Path, agents: int, pages: int, first: list[int]) -> None:
         for at in range(0, len(tokens) - PAGE_TOKENS + 1, PAGE_TOKENS):
             page = tree.add_page(NAMESPACE, parent, tokens[at : at + PAGE_TOKENS])
             name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}.safetensors"
-            file = store.write(name, data, 0, PAGE_TOKENS, {"tokens": page.tokens.tobytes().hex()})
+            file = store.write(name, data, 0, PAGE_TOKENS, {"namespace": NAMESPACE, "tokens": page.tokens.tobytes().hex()})
             records.append(PageRecord(page.key, parent.key, len(records) + 1, NAMESPACE, page.tokens.tobytes(), file))
             parent = page
         rest, turns = tokens[len(records) * PAGE_TOKENS :], array(TOKEN, [len(tokens)]).tobytes()
