@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_LOOKED_AT = 64  # waiting requests that are considered in one step
 MOST_OVERTAKEN = 32  # how often later requests may be admitted before one for which there is no room yet
+UNNOTICED = 0.02  # seconds between two tokens more, that no reader sees
 MOST_BEGINNINGS, WITHIN = 3, 60.0  # how often the engine begins again, in how many seconds, before it stays down
 StepTrace = Callable[[Batch, Output], None]
 
@@ -342,11 +343,12 @@ class Engine:
         """Pages that are there before another step would be over are worth waiting for, up to the time of one step.
 
         Without them their sequence would wait for a whole step of the others; with them the others' tokens are at most two steps apart.
+        Where steps are shorter than anybody notices, so may the wait be longer.
         """
-        expected = self.memory.seconds_to_load()  # 0: nothing was read so far
-        if expected > self._step_seconds:
+        patience = max(self._step_seconds, UNNOTICED)
+        if self.memory.seconds_to_load() > patience:
             return
-        until = time.monotonic() + min(self._step_seconds, 2 * expected or math.inf)
+        until = time.monotonic() + patience
         while self.opening and self.running and (left := until - time.monotonic()) > 0:
             self._run_posted(left)
 

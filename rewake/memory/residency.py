@@ -64,6 +64,7 @@ class Residency:
         self.cached: ByValue[Page | Branch] = ByValue()
         self.loading: dict[Page | Branch, tuple[int, list[Loaded]]] = {}
         self.leaving: set[Page | Branch] = set()  # out of the tree, and held
+        self._last_read_ended = 0.0
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="rewake-load")
 
     @property
@@ -141,12 +142,11 @@ class Residency:
         else:
             slot = self.take()
             self.loading[resident] = slot, [loaded]
-            self._readers.submit(self._read, resident, tuple(resident.files), slot)
+            self._readers.submit(self._read, resident, tuple(resident.files), slot, time.perf_counter())
 
-    def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int) -> None:
+    def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int, submitted: float) -> None:
         """On an I/O thread."""
         error = None
-        started = time.perf_counter()
         try:
             self.read(files, self.bytes_of(slot))
         except CorruptFile as corrupt:
@@ -154,8 +154,8 @@ class Residency:
         except Exception as other:  # the edge of the thread: somebody waits for this page
             log.exception("a page could not be read")
             error = CorruptFile(str(other))
-        took = time.perf_counter() - started
-        self.post(lambda: self._finish_load(resident, files, slot, error, took))
+        ended = time.perf_counter()
+        self.post(lambda: self._finish_load(resident, files, slot, error, submitted, ended))
 
     def run(self, function: Callable[[], None]) -> None:
         """Run something that reads many files, on an I/O thread."""
@@ -174,11 +174,20 @@ class Residency:
                 self.layout.copy_rows(target, file.first, rows, file.rows, out=False)
 
     def _finish_load(
-        self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int, error: CorruptFile | None, took: float
+        self,
+        resident: Page | Branch,
+        files: tuple[StoredFile, ...],
+        slot: int,
+        error: CorruptFile | None,
+        submitted: float,
+        ended: float,
     ) -> None:
         _, waiting = self.loading.pop(resident)
+        # reads run beside each other: each took what passed since the one before had ended
+        took = max(0.0, ended - max(submitted, self._last_read_ended))
+        self._last_read_ended = max(ended, self._last_read_ended)
         if error is None:
-            self.gate.note_read(sum(f.size for f in files), took / NUM_READERS)
+            self.gate.note_read(sum(f.size for f in files), took)
             if files != tuple(resident.files):  # a page before it was damaged: these are not its rows any more
                 error = CorruptFile("a page's rows were forgotten while they were read")
         if resident.slot is not None:  # an equal page was computed meanwhile
