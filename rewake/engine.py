@@ -252,10 +252,10 @@ class Engine:
 
     def _receive(self, wait: bool) -> None:
         """Run what was posted; if nothing else is left to do, sleep until there is something, or somebody's time is over."""
-        expiry = self.memory.agents.expire_now_and_then()
+        self.memory.agents.expire_now_and_then()
         if wait:
             now = time.monotonic()
-            self._run_posted(min([expiry, *(at - now for at in self._deadlines() if at > now)]))
+            self._run_posted(min([self.memory.agents.seconds_to_look(), *(at - now for at in self._deadlines() if at > now)]))
         while not self._inbox.empty():
             self._inbox.get()()
 

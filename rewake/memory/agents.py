@@ -141,11 +141,14 @@ class Agents:
             if not agent.pinned and not is_busy(agent):
                 self.ledger.forget_agent(agent, lambda _: None)
 
-    def expire_now_and_then(self) -> float:
-        """As `expire`, but only if the last time is a while ago. Seconds until somebody should look again."""
+    def expire_now_and_then(self) -> None:
+        """As `expire`, but only if the last time is a while ago."""
         if time.monotonic() > self._next_look:
             self.expire()
             self._next_look = time.monotonic() + LOOK_EVERY
+
+    def seconds_to_look(self) -> float:
+        """Until somebody should look again for what has expired."""
         return LOOK_EVERY if any(a.ttl is not None for a in self.tree.agents.values()) else math.inf
 
     def _must_be_new(self, namespace: str, name: str) -> None:
@@ -245,25 +248,14 @@ class Agents:
             self.residency.hold(resident)  # those that are there must not leave for the others
         missing = [r for r in residents if r.slot is None and r.files and r not in self.residency.loading]
         missing = missing[: max(0, self.num_unreserved())]
-        waiting, failed = len(missing), 0
 
-        def loaded(resident: Page | Branch, error: CorruptFile | None) -> None:
-            nonlocal waiting, failed
-            waiting -= 1
-            if error is not None:
-                failed += 1
+        def finish(failures: Sequence[tuple[Page | Branch, CorruptFile]]) -> None:
+            for resident, error in failures:
                 self.ledger.discard(resident, error)
-            if not waiting:
-                finish()
-
-        def finish() -> None:
             self._release(residents)
-            done(len(missing) - failed)
+            done(len(missing) - len(failures))
 
-        if not missing:
-            finish()
-        for resident in missing:
-            self.residency.load(resident, lambda error, resident=resident: loaded(resident, error))  # type: ignore[misc]
+        self.residency.load_all(missing, finish)
 
     # ---- from machine to machine
 

@@ -107,8 +107,7 @@ class AgentMemory:
 
         placed = sum(map(is_placed, prefix.pages))
         wanted = num_pages - placed + (source is not None and not is_placed(source))
-        reserved = sum(s.num_reserved for s in self.open_sequences)
-        return wanted + reserved <= self.residency.num_available
+        return wanted <= self.num_unreserved()
 
     def _rows_used(self, resident: Page | Branch, prefix: Prefix) -> int:
         return prefix.rows if resident is prefix.partial else PAGE_TOKENS
@@ -121,18 +120,7 @@ class AgentMemory:
         prefix: Prefix,
         ready: Callable[[Sequence | None], None],
     ) -> None:
-        waiting = len(needed)
-        failures: list[tuple[Page | Branch, CorruptFile]] = []
-
-        def loaded(resident: Page | Branch, error: CorruptFile | None) -> None:
-            nonlocal waiting
-            waiting -= 1
-            if error is not None:
-                failures.append((resident, error))
-            if waiting == 0:
-                finish()
-
-        def finish() -> None:
+        def finish(failures: list[tuple[Page | Branch, CorruptFile]]) -> None:
             if failures:
                 self._abandon(sequence, needed)
                 for resident, error in failures:
@@ -142,10 +130,7 @@ class AgentMemory:
                 self._start(sequence, source, prefix)
                 ready(sequence)
 
-        if not needed:
-            finish()
-        for resident in needed:
-            self.residency.load(resident, lambda error, resident=resident: loaded(resident, error))  # type: ignore[misc]
+        self.residency.load_all(needed, finish)
 
     def _abandon(self, sequence: Sequence, needed: list[Page | Branch]) -> None:
         sequence.branch.running = False

@@ -144,6 +144,24 @@ class Residency:
             self.loading[resident] = slot, [loaded]
             self._readers.submit(self._read, resident, tuple(resident.files), slot, time.perf_counter())
 
+    def load_all(self, residents: Sequence[Page | Branch], loaded: Callable[[list[tuple[Page | Branch, CorruptFile]]], None]) -> None:
+        """As `load`, for several; `loaded` is called once, when all are there or cannot be, with those that failed."""
+        waiting = len(residents)
+        failures: list[tuple[Page | Branch, CorruptFile]] = []
+
+        def one_loaded(resident: Page | Branch, error: CorruptFile | None) -> None:
+            nonlocal waiting
+            waiting -= 1
+            if error is not None:
+                failures.append((resident, error))
+            if not waiting:
+                loaded(failures)
+
+        if not residents:
+            loaded(failures)
+        for resident in residents:
+            self.load(resident, lambda error, resident=resident: one_loaded(resident, error))  # type: ignore[misc]
+
     def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int, submitted: float) -> None:
         """On an I/O thread."""
         error = None

@@ -15,7 +15,7 @@ import pytest
 
 from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, Overloaded, RequestError
 from rewake.memory.agents import AgentSummary
-from rewake.memory.portable import read_portable
+from rewake.memory.portable import Portable, read_portable
 from rewake.quant import PAGE_TOKENS
 from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
 from tests.test_engine import prompt
@@ -247,17 +247,21 @@ def test_waking_takes_no_more_than_there_is_room_for(tmp_path: Path) -> None:
 # ---- from machine to machine
 
 
+def exported(harness: EngineHarness, file: Path) -> tuple[Portable, Callable[[int], bytes]]:
+    """Agent "a" by way of a file."""
+    do(harness, "export", "a", file)
+    with open(file, "rb") as opened:
+        return read_portable(opened, LAYOUT)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("cold", [True, False])
 def test_an_exported_agent_goes_on_in_another_directory(harness: EngineHarness, tmp_path: Path, length: int, cold: bool) -> None:
     text = talk(harness, "a", length, turns=2)
     if cold:
         harness.evict_all()
-    file = tmp_path / "a.tar"
-    do(harness, "export", "a", file)
+    about, pages = exported(harness, tmp_path / "a.tar")
     harness.check()
-    with open(file, "rb") as opened:
-        about, pages = read_portable(opened, LAYOUT)
     for other in (EngineHarness(tmp_path / "other"), EngineHarness(None)):
         do(other, "take_in", "b", about, pages)
         assert show(other, "b").tokens == len(text) and show(other, "b").turns == show(harness, "a").turns
@@ -272,9 +276,7 @@ def test_an_exported_agent_goes_on_in_another_directory(harness: EngineHarness, 
 
 def test_an_import_is_larger_than_the_arena(tmp_path: Path, harness: EngineHarness) -> None:
     text = talk(harness, "a", 5000)
-    do(harness, "export", "a", tmp_path / "a.tar")
-    with open(tmp_path / "a.tar", "rb") as opened:
-        about, pages = read_portable(opened, LAYOUT)
+    about, pages = exported(harness, tmp_path / "a.tar")
     small = EngineHarness(tmp_path / "small", num_pages=4)
     do(small, "take_in", "a", about, pages)
     small.restart(EchoBackend(64))
@@ -284,9 +286,7 @@ def test_an_import_is_larger_than_the_arena(tmp_path: Path, harness: EngineHarne
 
 def test_an_import_of_what_is_known_shares_its_pages(tmp_path: Path, harness: EngineHarness) -> None:
     text = talk(harness, "a", 900)
-    do(harness, "export", "a", tmp_path / "a.tar")
-    with open(tmp_path / "a.tar", "rb") as opened:
-        about, pages = read_portable(opened, LAYOUT)
+    about, pages = exported(harness, tmp_path / "a.tar")
     do(harness, "take_in", "b", about, pages)
     assert len(list(Path(str(harness.data)).glob("pages/*/*"))) == 3
     assert harness.ask([*text, 3], "b").tokens == expected_answer([*text, 3], 4)
@@ -294,9 +294,7 @@ def test_an_import_of_what_is_known_shares_its_pages(tmp_path: Path, harness: En
 
 def test_an_import_for_another_model_is_refused(tmp_path: Path, harness: EngineHarness) -> None:
     talk(harness, "a", 900)
-    do(harness, "export", "a", tmp_path / "a.tar")
-    with open(tmp_path / "a.tar", "rb") as opened:
-        about, pages = read_portable(opened, LAYOUT)
+    about, pages = exported(harness, tmp_path / "a.tar")
     other = EngineHarness(tmp_path / "other", signature=b"finetune")
     with pytest.raises(InvalidRequest, match="another model"):
         do(other, "take_in", "a", about, pages)
