@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rewake.backends.base import Batch, Output, Row
-from rewake.backends.torch.dense import frequencies, why_not_dense
+from rewake.backends.torch.dense import CODED, frequencies, why_not_dense
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.loader import load_model
@@ -296,3 +296,12 @@ def test_rotary_frequencies_are_those_of_transformers() -> None:
     config = LlamaConfig(head_dim=64, rope_parameters=LLAMA3, max_position_embeddings=1024)
     want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     np.testing.assert_allclose(frequencies(config.to_dict()), want.numpy(), rtol=1e-6)
+
+
+def test_conversion_writes_the_same_bytes_each_time(model_path: Path) -> None:
+    """Their digest is part of the signature. Entries of a file's metadata are written in no certain order: there is one."""
+    with open(model_path / CODED, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert list(header["__metadata__"]) == ["blocks"]
+    kinds = json.loads(header["__metadata__"]["blocks"])
+    assert list(kinds) == sorted(kinds) and set(kinds.values()) == {"Q4_1", "Q8_0"}

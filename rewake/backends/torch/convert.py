@@ -6,6 +6,7 @@ they are shipped in. Neither is read for the other's sake.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 def write_coded(gguf: Path, target: Path, config: dict[str, Any]) -> None:
     """Weights by their names on the Hub: blocks that the native step knows as rows of bytes, others as bfloat16, vectors as float32.
 
-    The file's metadata say which blocks a tensor is made of.
+    The file's metadata say which blocks a tensor is made of, in one entry: several would be written in another order each time, and
+    the same weights would have other digests.
     """
     names = {theirs: ours for ours, theirs in TOP.values()}
     for i in range(config["num_hidden_layers"]):
@@ -78,7 +80,7 @@ def write_coded(gguf: Path, target: Path, config: dict[str, Any]) -> None:
         if kind in BLOCKS:
             kinds[name] = kind
     target.parent.mkdir()
-    save_file(tensors, target, metadata=kinds)
+    save_file(tensors, target, metadata={"blocks": json.dumps(kinds, sort_keys=True)})
 
 
 def halves_of_planes(x: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

@@ -7,6 +7,7 @@ nothing of transformers.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -121,6 +122,7 @@ class Source:
         files: list[Any] = [safe_open(file, framework="pt") for file in sorted(self._path.glob("*.safetensors"))]
         if not files:
             raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
+        self._blocks = {name: kind for file in files for name, kind in json.loads((file.metadata() or {}).get("blocks", "{}")).items()}
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
     def weights(self, name: str, layer: int | None = None) -> Weights:
@@ -129,7 +131,7 @@ class Source:
         x = self._tensor(full)
         if x is None:
             raise ModelError(f"{self._path} has no weights {full}")
-        kind = (self._files[full].metadata() or {}).get(full)
+        kind = self._blocks.get(full)
         matrix = coded(BLOCKS[kind](x.numpy())) if kind in BLOCKS else plain(x.bfloat16().view(torch.uint16).numpy())
         return Weights(matrix, self.vector(name, layer, "bias"))
 
