@@ -49,7 +49,7 @@ def exact(model_path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").eval()
     weights = model.state_dict()
     with safe_open(model_path / "coded" / "weights.safetensors", framework="pt") as file:
-        for name, kind in file.metadata().items():
+        for name, kind in json.loads(file.metadata()["blocks"]).items():
             weights[name].copy_(torch.from_numpy(dequantize(file.get_tensor(name).numpy(), GGMLQuantizationType[kind])))
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].numpy()  # type: ignore[no-any-return]
