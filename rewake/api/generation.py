@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rewake.api.auth import caller, namespace
 from rewake.errors import ContextLengthExceeded, InvalidRequest
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
 
-__all__ = ["NAMESPACE", "Ask", "Generation", "Generator", "check_agent_id"]
+__all__ = ["MOST_AGENT_ID", "Ask", "Generation", "Generator", "check_agent_id"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NAMESPACE = "default"
 MOST_AGENT_ID = 256  # characters
 
 
@@ -54,45 +59,66 @@ class Generator:
         """Tokenise, and hand over to the engine. Raises RequestError for what cannot be answered."""
         engine, transcripts = self.service.engine, self.service.transcripts
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
-        agent = ask.agent
-        if not transcripts.knows(NAMESPACE, agent):
-            stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(NAMESPACE, agent)))
-            await self._on_text_thread(lambda: transcripts.learn(NAMESPACE, agent, stored))
+        space, agent = namespace(), ask.agent
+        self._note("asked", ask.messages)
+        if not transcripts.knows(space, agent):
+            stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(space, agent)))
+            await self._on_text_thread(lambda: transcripts.learn(space, agent, stored))
 
         def tokenise() -> tuple[int, ...]:
-            return tuple(transcripts.encode(NAMESPACE, agent, self.service.tokenizer.render(ask.messages)))
+            return tuple(transcripts.encode(space, agent, self.service.tokenizer.render(ask.messages)))
 
         prompt = await self._on_text_thread(tokenise)
         generation = Generation(self.service, asyncio.get_running_loop())
         request = Request(
             id=generation.id,
             prompt=prompt,
-            max_tokens=ask.max_tokens or self._room_behind(len(prompt)),
+            max_tokens=self._room(len(prompt), ask.max_tokens),
             emit=generation.emit,
             sampling=ask.sampling,
             stop_tokens=self.service.stop_tokens,
-            namespace=NAMESPACE,
+            namespace=space,
             agent=agent,
             deadline=deadline,
+            arrived=caller.get().arrived,
         )
-        generation.on_done = lambda: self._text.submit(transcripts.learn, NAMESPACE, agent, [[*prompt, *generation.tokens]])
+
+        def learn() -> None:
+            self._note("answered", self.service.tokenizer.decode(generation.tokens))
+            self._text.submit(transcripts.learn, space, agent, [[*prompt, *generation.tokens]])
+
+        generation.on_done = learn
         engine.submit(request)
         return generation
 
-    def _room_behind(self, num_prompt: int) -> int:
-        """The longest answer there is room for, where a client sets no bound."""
+    def _room(self, num_prompt: int, asked: int | None) -> int:
+        """How long the answer may get: as asked, else as long as there is room for."""
         engine = self.service.engine
         most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
+        limit = caller.get().limits.context
+        if limit is not None and limit < most and num_prompt + (asked or 1) > limit:
+            raise ContextLengthExceeded(
+                f"{num_prompt} prompt tokens and up to {asked or 1} new ones are more than the {limit} this key may have", param="messages"
+            )
+        if asked is not None:
+            return asked
+        most = min(most, limit or most)
         if num_prompt >= most:
             raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
         return most - num_prompt
 
+    def _note(self, what: str, words: Any) -> None:
+        """In the log, with --log-prompts only."""
+        if self.service.config.log_prompts:
+            log.info("%s: %s", what, json.dumps(words))
+
     async def forget(self, agent: str) -> None:
         """Forget an agent's texts, too."""
-        await self._on_text_thread(lambda: self.service.transcripts.forget(NAMESPACE, agent))
+        space = namespace()
+        await self._on_text_thread(lambda: self.service.transcripts.forget(space, agent))
 
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text, function)
+        return await asyncio.get_running_loop().run_in_executor(self._text, copy_context().run, function)  # which knows who asks
 
 
 class Generation:
