@@ -30,7 +30,7 @@ from rewake.memory.portable import read_portable
 __all__ = ["router"]
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-FILE = {"requestBody": {"required": True, "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
+FILE = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
