@@ -222,9 +222,8 @@ class AgentMemory:
             self.residency.gate.note_computed(num_tokens, seconds)
 
     def seconds_to_load(self) -> float:
-        """About how long the reads that are under way will take."""
-        num_bytes = sum(f.size for resident in self.residency.loading for f in resident.files)
-        return num_bytes * (self.residency.gate.read_cost or 0.0)
+        """About how long the reads that are under way will take if nothing is computed meanwhile."""
+        return self.residency.gate.soonest(sum(f.size for resident in self.residency.loading for f in resident.files))
 
     def num_unreserved(self) -> int:
         """Slots that can be had now and are not promised to anybody."""
