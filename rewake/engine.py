@@ -23,7 +23,16 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
-from rewake.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
+from rewake.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    ShuttingDown,
+)
 from rewake.memory.ledger import Trace
 from rewake.memory.memory import AgentMemory
 from rewake.memory.tree import OWN_BRANCH, common_length
@@ -136,6 +145,12 @@ class Engine:
         """Stop a request within a step, keeping what it has computed. It ends with `Done`, reason "cancelled"."""
         self.post(lambda: self._cancelled.add(request_id))
 
+    def cancel_agent(self, namespace: str, agent: str) -> int:
+        """As `cancel`, for all that an agent is asked; how many requests that are. For the engine's thread."""
+        ids = {r.id for r in self._at_work if (r.namespace, r.agent) == (namespace, agent)}
+        self._cancelled |= ids
+        return len(ids)
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between two steps, where it may look at the memory and change it."""
         future: Future[T] = Future()
@@ -166,9 +181,9 @@ class Engine:
     @property
     def why_not_ready(self) -> str | None:
         """Why no request is taken now; None if they are."""
-        if self._failure is not None or not self.is_alive:
-            return "the engine has failed: see the log"
-        return "the server is shutting down" if self._stopping else None
+        if self._stopping and self._failure is None:
+            return "the server is shutting down"
+        return None if self.is_alive else "the engine has failed: see the log"
 
     def begin_stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests; those at work have `drain_seconds`, then they are cancelled, keeping what they have computed.
@@ -189,6 +204,10 @@ class Engine:
         self.memory.ledger.close()
         if self._store is not None:
             self._store.close()
+
+    @property
+    def _at_work(self) -> tuple[Request, ...]:
+        return (*self.waiting, *self.opening.values(), *(s.request for s in self.running))
 
     # ---- the thread
 
@@ -213,7 +232,7 @@ class Engine:
         while not self._inbox.empty():  # requests that came meanwhile
             with suppress(Exception):  # of a memory that is no longer sound
                 self._inbox.get()()
-        requests = (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing)
+        requests = (*self._at_work, *self.closing)
         self._nobody()
         for request in requests:
             self.backend.forget_sampler(request.id)
@@ -264,13 +283,13 @@ class Engine:
             self._inbox.get(timeout=None if timeout == math.inf else max(0.0, timeout))()
 
     def _deadlines(self) -> Iterable[float]:
-        at_work = (*self.waiting, *self.opening.values(), *(s.request for s in self.running))
-        return [r.deadline for r in at_work if r.deadline is not None] + [self._drain_until]
+        return [r.deadline for r in self._at_work if r.deadline is not None] + [self._drain_until]
 
     def _drop_cancelled(self) -> None:
         """What was cancelled, and whose time is over; when the server has waited long enough to go, everybody's is."""
         now = time.monotonic()
-        gone = self._cancelled if now < self._drain_until else {r.id for r in (*self.waiting, *(s.request for s in self.running))}
+        is_over = now >= self._drain_until
+        gone = {r.id for r in self._at_work} if is_over else self._cancelled
         for sequence in list(self.running):
             if sequence.request.id in gone:
                 self._close(sequence, "cancelled")
@@ -278,12 +297,13 @@ class Engine:
                 self._end(sequence, lambda _: Failed(DeadlineExceeded("its deadline has passed; what was computed is remembered")))
         for request in list(self.waiting):
             if request.id in gone:
-                self._turn_away(request, ShuttingDown("the request was cancelled before it began"))
+                why = ShuttingDown("the server is shutting down") if is_over else Cancelled("the request was cancelled before it began")
+                self._turn_away(request, why)
             elif (request.deadline or math.inf) <= now:
                 self._turn_away(request, DeadlineExceeded("its deadline has passed before it began"))
         self._cancelled &= set(self.opening)
 
-    def _turn_away(self, request: Request, error: ShuttingDown | DeadlineExceeded) -> None:
+    def _turn_away(self, request: Request, error: RequestError) -> None:
         self.waiting.remove(request)
         self._overtaken.pop(request.id, None)
         request.emit(Failed(error))

@@ -13,6 +13,7 @@
         │   └── ContextLengthExceeded
         ├── NotFound            no such model or agent
         ├── Conflict            the agent is busy
+        ├── Cancelled           somebody else has stopped it; what was computed is kept
         ├── DeadlineExceeded    the time its client gave it is over; what was computed is kept
         ├── Overloaded          the queue is full: try again later
         ├── ShuttingDown        the server is on its way out
@@ -24,6 +25,7 @@ Asserts are for our bugs; these are for everything else.
 from __future__ import annotations
 
 __all__ = [
+    "Cancelled",
     "ConfigError",
     "Conflict",
     "ContextLengthExceeded",
@@ -115,6 +117,14 @@ class Conflict(RequestError):
 
     status = 409
     kind = "conflict_error"
+
+
+class Cancelled(RequestError):
+    """Somebody else than its client has stopped a request."""
+
+    status = 409
+    kind = "conflict_error"
+    code = "cancelled"
 
 
 class DeadlineExceeded(RequestError):

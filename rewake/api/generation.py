@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rewake.errors import ContextLengthExceeded, InvalidRequest
+from rewake.errors import Cancelled, ContextLengthExceeded, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
@@ -134,11 +134,18 @@ class Generation:
                 self._ended = True
                 if isinstance(event, Failed):
                     raise event.error
+                if event.reason == "cancelled":  # by somebody else: a client that has left does not read this
+                    raise self._why_cancelled()
                 self.done = event
                 self.on_done()
                 return
         finally:
             self.cancel()
+
+    def _why_cancelled(self) -> RequestError:
+        if (going := self._service.engine.why_not_ready) is not None:
+            return ShuttingDown(f"{going}; what was computed is remembered")
+        return Cancelled("the request was cancelled; what was computed is remembered")
 
     def cancel(self) -> None:
         if not self._ended:

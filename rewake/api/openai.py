@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from rewake.api.fields import Strict
 from rewake.api.generation import Ask, Generation, Generator, check_agent_id
-from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
+from rewake.errors import InvalidRequest, NotFound, RequestError
 from rewake.request import Sampling
 from rewake.text.toolcalls import parse_arguments
 
@@ -169,8 +169,6 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         assert self.generation.done is not None
-        if self.generation.done.reason == "cancelled":
-            raise InternalError("the request was cancelled: the server is shutting down")
         return self.generation.done.reason
 
     def usage(self) -> dict[str, Any]:
