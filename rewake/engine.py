@@ -424,20 +424,26 @@ class Engine:
 
     def _append(self, batch: Batch, output: Output, sequences: list[Sequence]) -> None:
         """The rows are in the pages: settle what is full, and go on with what was sampled."""
-        sampled = iter(output.tokens)
+        sampled = enumerate(output.tokens)
         for sequence, row in zip(sequences, batch.rows, strict=True):
             self.memory.advance(sequence, row.end)
             if row.sampling is not None:
-                self._take_token(sequence, next(sampled))
+                number, token = next(sampled)
+                self._take_token(sequence, Generated(token, output.logprobs.get(number)))
 
-    def _take_token(self, sequence: Sequence, token: int) -> None:
-        sequence.tokens.append(token)
+    def _take_token(self, sequence: Sequence, sampled: Generated) -> None:
+        request = sequence.request
+        sequence.tokens.append(sampled.token)
         sequence.num_generated += 1
-        if token in sequence.request.stop_tokens:
+        if sampled.token in request.stop_tokens:
             self._close(sequence, "stop")
             return
-        sequence.request.emit(Generated(token))
-        if sequence.num_generated >= sequence.request.max_tokens:
+        keep = request.watch(sampled.token) if request.watch is not None else None
+        request.emit(sampled)
+        if keep is not None:
+            self.memory.shorten(sequence, len(request.prompt) + keep)
+            self._close(sequence, "stop")
+        elif sequence.num_generated >= request.max_tokens:
             self._close(sequence, "length")
 
     # ---- ending

@@ -173,6 +173,18 @@ class AgentMemory:
         branch.tokens = to_tokens(sequence.tokens[sequence.page_start : sequence.num_stored])
         branch.num_rows = len(branch.tokens)
 
+    def shorten(self, sequence: Sequence, length: int) -> None:
+        """The answer ends before its last tokens: forget them, but for those in a page that is full, which others may use by now.
+
+        Their rows lie behind what is recorded, where nobody attends to them.
+        """
+        branch = sequence.branch
+        length = max(length, sequence.page_start)
+        del sequence.tokens[length:]
+        sequence.num_stored = min(sequence.num_stored, length)
+        branch.num_rows = sequence.num_stored - sequence.page_start
+        branch.tokens = to_tokens(sequence.tokens[sequence.page_start : sequence.num_stored])
+
     def _settle(self, sequence: Sequence) -> None:
         """The branch's page is full: it becomes a page of the tree, or gives way to the equal one that is there."""
         branch, slot = sequence.branch, sequence.branch.slot
