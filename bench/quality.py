@@ -33,7 +33,8 @@ from rewake.backends.base import Batch
 from rewake.backends.torch.loader import LoadedModel, load_model
 from rewake.backends.torch.measure import Scores, compare, prompt_row
 from rewake.backends.torch.model import TorchBackend
-from rewake.calibration import find
+from rewake.calibration import choose, find
+from rewake.config import Config
 from rewake.models import DEFAULT_MODEL, resolve
 from rewake.quant import CODINGS, PAGE_TOKENS
 from rewake.text.tokenizer import Tokenizer
@@ -45,7 +46,10 @@ RUN = 64  # tokens that are drawn together in the bootstrap: neighbours' errors 
 DRAWS = 2000
 DATA = Path(__file__).parents[2] / "shared" / "data"
 PLAIN = " rotated"  # behind a codec's name: not centred
-LIMITS = {"q4": (0.04, 0.89), "k8v4": (0.01, 0.94)}  # at 2,048: perplexity, top-1
+LIMITS = {  # at 2,048: perplexity, top-1
+    DEFAULT_MODEL: {"q4": (0.04, 0.89), "q4+": (0.008, 0.96), "k8v4": (0.01, 0.94)},
+    "gemma3-270m": {"q4": (0.08, 0.84), "q4+": (0.018, 0.945)},
+}
 NAMES = "Anna Boris Clara David Elena Felix Greta Henry Irene Jacob Laura Martin Nadia Oscar Paula Robert".split()
 WORDS = (
     "river stone cloud lamp paper engine garden window violin harbour copper meadow signal bottle candle desert feather hammer island "
@@ -166,9 +170,9 @@ def recall_rows(backends: Mapping[str, TorchBackend], tokenizer: Tokenizer, pros
     return rows
 
 
-def bars(rows: Sequence[Mapping[str, Any]], recalled: Sequence[Mapping[str, Any]], chosen: str) -> list[Bar]:
+def bars(model: str, rows: Sequence[Mapping[str, Any]], recalled: Sequence[Mapping[str, Any]], chosen: str) -> list[Bar]:
     at = {row["codec"]: row for row in rows if row["window"] == 2048}
-    limits = {name: limit for name, limit in LIMITS.items() if name in at}
+    limits = {name: limit for name, limit in LIMITS.get(model, {}).items() if name in at}
     made = [Bar("quality", f"{name} at 2048: perplexity", at[name]["ppl %"] / 100, most, most=True) for name, (most, _) in limits.items()]
     made += [Bar("quality", f"{name} at 2048: top-1", at[name]["top-1 %"] / 100, least) for name, (_, least) in limits.items()]
     recall_of = {row["codec"]: row for row in recalled}
@@ -196,12 +200,13 @@ def main() -> int:
     ids = tokenizer.encode((args.data / "wikitext2-test.txt").read_text(encoding="utf-8")[: 8 * SCORED])
     backends = backends_for(loaded, codings, max(*windows, 2048))
     rows = [row for window in windows for row in rows_of(window, perplexity(backends, ids, window, scored))]
-    chosen = codings[0]
-    recalled = recall_rows({name: b for name, b in backends.items() if name in ("bf16", chosen, "k8v4")}, tokenizer, ids, contexts)
+    calibration = find(loaded.fingerprint)
+    chosen = choose(calibration.losses, Config.kv_loss)[0] if calibration else codings[0]
+    recalled = recall_rows({name: b for name, b in backends.items() if name in ("bf16", chosen, "q4")}, tokenizer, ids, contexts)
     table(rows)
     print()
     table(recalled)
-    return finish("quality", [*rows, *recalled], bars(rows, recalled, chosen), args)
+    return finish("quality", [*rows, *recalled], bars(args.model, rows, recalled, chosen), args)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def add_agents(parser: argparse.ArgumentParser) -> None:
         "time", metavar="TIME", help="90s, 15m, 12h, 7d, or never"
     )
     verb("wake", wake, "read an agent's pages into memory, before its next turn")
+    verb("cancel", cancel, "stop what an agent is doing; what it has computed is remembered")
     verb("export", export, "write an agent into one file, to take to another machine").add_argument("file", metavar="FILE")
     made = verb("import", take_in, "take in an agent that was exported with the same model and --kv", agent=False)
     made.add_argument("file", metavar="FILE")
@@ -139,6 +140,11 @@ def ttl(client: Client, flags: Flags) -> None:
 def wake(client: Client, flags: Flags) -> None:
     woken = client.wake(flags["agent"])
     say(f"{woken['agent']} is {woken['state']}; pages read: {woken['loaded_pages']}")
+
+
+def cancel(client: Client, flags: Flags) -> None:
+    stopped = client.cancel(flags["agent"])
+    say(f"{stopped['agent']}: {count(stopped['cancelled'], 'request')} stopped")
 
 
 def export(client: Client, flags: Flags) -> None:

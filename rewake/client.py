@@ -23,6 +23,7 @@ import httpx
 from rewake.errors import (
     ConfigError,
     Conflict,
+    DeadlineExceeded,
     Forbidden,
     InternalError,
     InvalidRequest,
@@ -40,7 +41,10 @@ __all__ = ["Client"]
 CONNECT_SECONDS = 10  # an answer may take as long as it likes
 ERRORS: dict[str, type[RequestError]] = {
     error.kind: error
-    for error in (InvalidRequest, Unauthorized, Forbidden, NotFound, Conflict, Overloaded, RateLimited, ShuttingDown, InternalError)
+    for error in (
+        *(InvalidRequest, Unauthorized, Forbidden, NotFound, Conflict, DeadlineExceeded),
+        *(Overloaded, RateLimited, ShuttingDown, InternalError),
+    )
 }
 Json = dict[str, Any]
 
@@ -89,6 +93,10 @@ class Client:
     def wake(self, agent: str) -> Json:
         """Have its pages read before its next turn."""
         return self._json("POST", path_of(agent, "wake"))
+
+    def cancel(self, agent: str) -> Json:
+        """Stop what it is asked; how many requests that were. What they have computed is remembered."""
+        return self._json("POST", path_of(agent, "cancel"))
 
     def forget(self, agent: str) -> None:
         self._json("DELETE", path_of(agent))

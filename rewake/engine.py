@@ -24,7 +24,16 @@ from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
 from rewake.counts import Counts
-from rewake.errors import ContextLengthExceeded, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ShuttingDown
+from rewake.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    ShuttingDown,
+)
 from rewake.memory.ledger import Trace
 from rewake.memory.memory import AgentMemory
 from rewake.memory.tree import OWN_BRANCH, common_length
@@ -138,6 +147,12 @@ class Engine:
         """Stop a request within a step, keeping what it has computed. It ends with `Done`, reason "cancelled"."""
         self.post(lambda: self._cancelled.add(request_id))
 
+    def cancel_agent(self, namespace: str, agent: str) -> int:
+        """As `cancel`, for all that an agent is asked; how many requests that are. For the engine's thread."""
+        ids = {r.id for r in self._at_work if (r.namespace, r.agent) == (namespace, agent)}
+        self._cancelled |= ids
+        return len(ids)
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between two steps, where it may look at the memory and change it."""
         future: Future[T] = Future()
@@ -168,9 +183,9 @@ class Engine:
     @property
     def why_not_ready(self) -> str | None:
         """Why no request is taken now; None if they are."""
-        if self._failure is not None or not self.is_alive:
-            return "the engine has failed: see the log"
-        return "the server is shutting down" if self._stopping else None
+        if self._stopping and self._failure is None:
+            return "the server is shutting down"
+        return None if self.is_alive else "the engine has failed: see the log"
 
     def begin_stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests; those at work have `drain_seconds`, then they are cancelled, keeping what they have computed.
@@ -191,6 +206,10 @@ class Engine:
         self.memory.ledger.close()
         if self._store is not None:
             self._store.close()
+
+    @property
+    def _at_work(self) -> tuple[Request, ...]:
+        return (*self.waiting, *self.opening.values(), *(s.request for s in self.running))
 
     # ---- the thread
 
@@ -215,7 +234,7 @@ class Engine:
         while not self._inbox.empty():  # requests that came meanwhile
             with suppress(Exception):  # of a memory that is no longer sound
                 self._inbox.get()()
-        requests = (*self.waiting, *self.opening.values(), *(s.request for s in self.running), *self.closing)
+        requests = (*self._at_work, *self.closing)
         self._nobody()
         for request in requests:
             self.backend.forget_sampler(request.id)
@@ -266,13 +285,13 @@ class Engine:
             self._inbox.get(timeout=None if timeout == math.inf else max(0.0, timeout))()
 
     def _deadlines(self) -> Iterable[float]:
-        at_work = (*self.waiting, *self.opening.values(), *(s.request for s in self.running))
-        return [r.deadline for r in at_work if r.deadline is not None] + [self._drain_until]
+        return [r.deadline for r in self._at_work if r.deadline is not None] + [self._drain_until]
 
     def _drop_cancelled(self) -> None:
         """What was cancelled, and whose time is over; when the server has waited long enough to go, everybody's is."""
         now = time.monotonic()
-        gone = self._cancelled if now < self._drain_until else {r.id for r in (*self.waiting, *(s.request for s in self.running))}
+        is_over = now >= self._drain_until
+        gone = {r.id for r in self._at_work} if is_over else self._cancelled
         for sequence in list(self.running):
             if sequence.request.id in gone:
                 self._close(sequence, "cancelled")
@@ -280,12 +299,13 @@ class Engine:
                 self._end(sequence, lambda _: Failed(DeadlineExceeded("its deadline has passed; what was computed is remembered")))
         for request in list(self.waiting):
             if request.id in gone:
-                self._turn_away(request, ShuttingDown("the request was cancelled before it began"))
+                why = ShuttingDown("the server is shutting down") if is_over else Cancelled("the request was cancelled before it began")
+                self._turn_away(request, why)
             elif (request.deadline or math.inf) <= now:
                 self._turn_away(request, DeadlineExceeded("its deadline has passed before it began"))
         self._cancelled &= set(self.opening)
 
-    def _turn_away(self, request: Request, error: ShuttingDown | DeadlineExceeded) -> None:
+    def _turn_away(self, request: Request, error: RequestError) -> None:
         self.waiting.remove(request)
         self._overtaken.pop(request.id, None)
         request.emit(Failed(error))
@@ -416,20 +436,26 @@ class Engine:
 
     def _append(self, batch: Batch, output: Output, sequences: list[Sequence]) -> None:
         """The rows are in the pages: settle what is full, and go on with what was sampled."""
-        sampled = iter(output.tokens)
+        sampled = enumerate(output.tokens)
         for sequence, row in zip(sequences, batch.rows, strict=True):
             self.memory.advance(sequence, row.end)
             if row.sampling is not None:
-                self._take_token(sequence, next(sampled))
+                number, token = next(sampled)
+                self._take_token(sequence, Generated(token, output.logprobs.get(number)))
 
-    def _take_token(self, sequence: Sequence, token: int) -> None:
-        sequence.tokens.append(token)
+    def _take_token(self, sequence: Sequence, sampled: Generated) -> None:
+        request = sequence.request
+        sequence.tokens.append(sampled.token)
         sequence.num_generated += 1
-        if token in sequence.request.stop_tokens:
+        if sampled.token in request.stop_tokens:
             self._close(sequence, "stop")
             return
-        sequence.request.emit(Generated(token))
-        if sequence.num_generated >= sequence.request.max_tokens:
+        keep = request.watch(sampled.token) if request.watch is not None else None
+        request.emit(sampled)
+        if keep is not None:
+            self.memory.shorten(sequence, len(request.prompt) + keep)
+            self._close(sequence, "stop")
+        elif sequence.num_generated >= request.max_tokens:
             self._close(sequence, "length")
 
     # ---- ending

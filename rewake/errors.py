@@ -17,6 +17,7 @@
         ├── Forbidden           not with this key, or not from this page
         ├── NotFound            no such model or agent
         ├── Conflict            the agent is busy
+        ├── Cancelled           somebody else has stopped it; what was computed is kept
         ├── DeadlineExceeded    the time its client gave it is over; what was computed is kept
         ├── Overloaded          the queue is full: try again later
         │   └── RateLimited     so many requests a minute are more than the key may make
@@ -31,6 +32,7 @@ from __future__ import annotations
 __all__ = [
     "BodyTooLarge",
     "BodyTooSlow",
+    "Cancelled",
     "ConfigError",
     "Conflict",
     "ContextLengthExceeded",
@@ -154,6 +156,14 @@ class Conflict(RequestError):
 
     status = 409
     kind = "conflict_error"
+
+
+class Cancelled(RequestError):
+    """Somebody else than its client has stopped a request."""
+
+    status = 409
+    kind = "conflict_error"
+    code = "cancelled"
 
 
 class DeadlineExceeded(RequestError):

@@ -22,6 +22,7 @@ from rewake.replay import Recorder
 from rewake.store.base import Store
 from rewake.store.crypto import Cipher, find_key
 from rewake.store.directory import FORMAT, MANIFEST, Directory
+from rewake.text.grammar import Grammars
 from rewake.text.tokenizer import Tokenizer
 from rewake.text.transcripts import Transcripts
 
@@ -41,6 +42,7 @@ class Service:
     transcripts: Transcripts
     engine: Engine
     stop_tokens: frozenset[int]
+    grammars: Grammars
 
     def close(self) -> None:
         self.engine.stop()
@@ -110,4 +112,6 @@ def open_service(config: Config) -> Service:
         trace=recorder.event if recorder else None,
         step_trace=recorder.step if recorder else None,
     ).start()
-    return Service(config, path, backend, tokenizer, Transcripts(tokenizer), engine, tokenizer.stop_ids(path))
+    stops = tokenizer.stop_ids(path)
+    grammars = Grammars(tokenizer, backend.spec.vocab_size, stops)
+    return Service(config, path, backend, tokenizer, Transcripts(tokenizer), engine, stops, grammars)

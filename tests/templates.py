@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["HERMES", "with_template"]
+__all__ = ["HERMES", "THINKING", "with_template"]
 
-# Tool calls as Hermes and Qwen write them.
+# Tools and their calls as Hermes and Qwen have them.
 HERMES = """\
+{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
@@ -18,6 +20,13 @@ HERMES = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+# Opens the model's thoughts, as templates of models that always think do.
+THINKING = (
+    HERMES.replace("'<|im_start|>assistant\\n' }}{% endif %}", "'<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
+    + "{#- what was thought, up to </think>, is not kept #}"
+)
 
 
 def with_template(model: Path, template: str, folder: Path) -> Path:

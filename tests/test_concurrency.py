@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rewake.backends.base import Batch, Output
-from rewake.errors import DeadlineExceeded, InternalError, Overloaded, ShuttingDown
+from rewake.errors import Cancelled, DeadlineExceeded, InternalError, Overloaded
 from rewake.quant import PAGE_TOKENS
 from rewake.service import signature
 from rewake.store.files import Files
@@ -296,7 +296,7 @@ class Storm:
             reason: str = pending.result(30).reason
         except (DeadlineExceeded, InternalError) as error:
             reason = type(error).__name__
-        except ShuttingDown:  # it was cancelled before it began
+        except Cancelled:  # it was cancelled before it began
             reason = "cancelled"
         assert pending.tokens == expected_answer(prompt, max_tokens)[: len(pending.tokens)]
         assert reason != "length" or len(pending.tokens) == max_tokens

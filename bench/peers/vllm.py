@@ -60,7 +60,7 @@ def start() -> tuple[str, Generate]:
     engine = vllm.LLM(
         sys.argv[1],
         dtype="bfloat16",
-        max_model_len=min(CONTEXT, num_blocks * BLOCK or CONTEXT),
+        max_model_len=min(CONTEXT, (num_blocks - 1) * BLOCK) if num_blocks else CONTEXT,  # one block is its own
         max_num_seqs=16,
         block_size=BLOCK,
         num_gpu_blocks_override=num_blocks or None,

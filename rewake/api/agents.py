@@ -1,4 +1,4 @@
-"""Agents over HTTP: create, list, show, pin, fork, rewind, wake, export, import, forget.
+"""Agents over HTTP: create, list, show, pin, fork, rewind, wake, cancel, export, import, forget.
 
 An id may hold slashes, so what is done to an agent stands behind it: `POST /v1/agents/{agent}/fork` forks `agent`, one
 called `x/fork` too.
@@ -88,6 +88,11 @@ class Forgotten(Strict):
     forgotten: Literal[True] = True
 
 
+class Cancelled(Strict):
+    agent: str
+    cancelled: int
+
+
 class Woken(Strict):
     agent: str
     loaded_pages: int
@@ -167,6 +172,10 @@ class Verbs:
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 
+    async def cancel(self, agent: str) -> int:
+        space = namespace()
+        return await on_engine(self.engine, lambda: self.engine.cancel_agent(space, agent))
+
     async def wake(self, agent: str) -> int:
         space = namespace()
         return await report_of(self.engine, lambda told: self.agents.wake(space, agent, told))
@@ -243,6 +252,11 @@ def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
         body.check()
         await verbs.done(Agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(agent)
+
+    @routes.post("/{agent:path}/cancel")
+    async def cancel(agent: AgentId, nothing: Nothing | None = None) -> Cancelled:
+        """Stop what the agent is asked, within a step; what was computed is remembered. Whoever asked gets an error."""
+        return Cancelled(agent=agent, cancelled=await verbs.cancel(checked(agent)))
 
     @routes.post("/{agent:path}/wake")
     async def wake(agent: AgentId, nothing: Nothing | None = None) -> Woken:

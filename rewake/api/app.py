@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from rewake.api import agents, metrics, openai
+from rewake.api import agents, anthropic, metrics, openai
 from rewake.api.auth import Access
 from rewake.api.document import describe_all
 from rewake.api.gate import Gate
@@ -56,6 +56,7 @@ def routes(service: Service, answers: Counter[int]) -> FastAPI:
     app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
     generator = Generator(service)
     app.include_router(openai.router(generator, model_id(service)))
+    app.include_router(anthropic.router(generator, model_id(service)))
     app.include_router(agents.router(generator))
     app.include_router(metrics.router(service.engine, answers))
 
@@ -94,20 +95,24 @@ def routes(service: Service, answers: Counter[int]) -> FastAPI:
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         known = NotFound if error.status_code == 404 else InvalidRequest
         told = known(f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(openai.error_body(told), error.status_code, error.headers)
+        return JSONResponse(error_body(request.url.path, told), error.status_code, error.headers)
 
     describe_all(app, lambda: [model_id(service)])
     return app
 
 
 def error_response(path: str, error: RequestError) -> JSONResponse:
-    """As the protocol has it that is spoken at `path`."""
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(openai.error_body(error), error.status, headers)
+    return JSONResponse(error_body(path, error), error.status, headers)
+
+
+def error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """In the form of the protocol that is spoken at `path`."""
+    return anthropic.error_body(error) if path.startswith(anthropic.PATH) else openai.error_body(error)
 
 
 def discrepancy(memory: AgentMemory) -> str | None:
@@ -118,10 +123,24 @@ def discrepancy(memory: AgentMemory) -> str | None:
     return None
 
 
+def names_of(found: Any, body: Any) -> list[str]:
+    """The way to a field that an error is about, without the kinds of values that were tried for it."""
+    names = []
+    for number, part in enumerate(found["loc"][1:], 2):
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+            body = body[part]
+            names.append(str(part))
+        elif number == len(found["loc"]) and found["type"] == "missing":
+            names.append(str(part))
+    return names
+
+
 def describe(error: RequestValidationError) -> InvalidRequest:
-    """The first thing that is wrong, and the field it is wrong with."""
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "extra_forbidden":
+    """The first thing that is wrong, and the field it is wrong with. Of several things a value could be, the one that it is most like."""
+    ways = [(found, names_of(found, error.body)) for found in error.errors()]
+    start = ways[0][1]
+    worst, names = max((way for way in ways if way[1][: len(start)] == start), key=lambda way: len(way[1]))
+    field = ".".join(names if worst["loc"][0] == "body" else map(str, worst["loc"]))
+    if worst["type"] == "extra_forbidden":
         return InvalidRequest(f"{field}: this field is unknown or not supported", param=field)
-    return InvalidRequest(f"{field}: {first['msg']}" if field else first["msg"], param=field or None)
+    return InvalidRequest(f"{field}: {worst['msg']}" if field else worst["msg"], param=field or None)

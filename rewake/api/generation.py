@@ -1,4 +1,4 @@
-"""The bridge between one HTTP request and the engine's thread: text in, pieces of text and an ending out."""
+"""The bridge between one HTTP request and the engine's thread: text in, pieces of an answer and an ending out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rewake.api.auth import caller, namespace
-from rewake.errors import ContextLengthExceeded, InvalidRequest
+from rewake.errors import Cancelled, ContextLengthExceeded, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
-from rewake.request import Done, Event, Failed, Generated, Request, Sampling
+from rewake.request import Constraint, Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
+from rewake.text.answer import AnswerText, Piece
+from rewake.text.stops import StopWatch
+from rewake.text.tools import Choice, Tool
 
-__all__ = ["MOST_AGENT_ID", "Ask", "Generation", "Generator", "check_agent_id"]
+__all__ = ["MOST_AGENT_ID", "Ask", "Chat", "Form", "Generation", "Generator", "Part", "check_agent_id"]
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +31,45 @@ MOST_AGENT_ID = 256  # characters
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a client wants, protocol aside."""
+class Chat:
+    """Messages as chat templates take them, and the tools that the model is told of. `go_on`: the last message is to be continued."""
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    go_on: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """A JSON schema that the answer has to obey, and the field of the request it came in."""
+
+    schema: Mapping[str, Any]
+    field: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a client wants, protocol aside. `prompt` is a chat, a text, or token ids; of `n` answers the first is remembered."""
+
+    prompt: Chat | str | tuple[int, ...]
     agent: str | None
     sampling: Sampling
     max_tokens: int | None
     timeout: float | None = None  # seconds
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = Choice()
+    form: Form | None = None
+    namespace: str = field(default_factory=namespace)  # the caller's
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`opened`: whether it opens the model's thoughts; None for a model that does not think, and where nobody asks it in a chat."""
+
+    ids: tuple[int, ...]
+    opened: bool | None = None
 
 
 def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
@@ -55,62 +88,46 @@ class Generator:
         self.service = service
         self._text = ThreadPoolExecutor(1, thread_name_prefix="rewake-text")
 
-    async def start(self, ask: Ask) -> Generation:
-        """Tokenise, and hand over to the engine. Raises RequestError for what cannot be answered."""
-        engine, transcripts = self.service.engine, self.service.transcripts
+    async def start(self, ask: Ask) -> list[Generation]:
+        """Tokenise, and hand over to the engine: `ask.n` answers. Raises RequestError for what cannot be answered."""
+        service = self.service
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
-        space, agent = namespace(), ask.agent
-        self._note("asked", ask.messages)
+        note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
+        check_bias(service, ask.sampling)
+        prompt = await self.tokenise(ask)
+        constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
+        started: list[Generation] = []
+        try:
+            for number, constraint in enumerate(constraints):
+                generation = Generation(service, asyncio.get_running_loop(), ask, prompt)
+                if number == 0:
+                    generation.on_done = self._learning(service, ask, generation)
+                service.engine.submit(request_of(service, ask, number, generation, constraint, deadline))
+                started.append(generation)
+        except BaseException:
+            for generation in started:
+                generation.cancel()
+            raise
+        return started
+
+    async def tokenise(self, ask: Ask) -> Prompt:
+        """The prompt's ids; known texts have the ids they had."""
+        service, space, agent = self.service, ask.namespace, ask.agent
+        engine, transcripts = service.engine, service.transcripts
         if not transcripts.knows(space, agent):
             stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(space, agent)))
             await self._on_text_thread(lambda: transcripts.learn(space, agent, stored))
+        return await self._on_text_thread(lambda: encode(service, ask))
 
-        def tokenise() -> tuple[int, ...]:
-            return tuple(transcripts.encode(space, agent, self.service.tokenizer.render(ask.messages)))
-
-        prompt = await self._on_text_thread(tokenise)
-        generation = Generation(self.service, asyncio.get_running_loop())
-        request = Request(
-            id=generation.id,
-            prompt=prompt,
-            max_tokens=self._room(len(prompt), ask.max_tokens),
-            emit=generation.emit,
-            sampling=ask.sampling,
-            stop_tokens=self.service.stop_tokens,
-            namespace=space,
-            agent=agent,
-            deadline=deadline,
-            arrived=caller.get().arrived,
-        )
-
+    def _learning(self, service: Service, ask: Ask, generation: Generation) -> Callable[[], object]:
         def learn() -> None:
-            self._note("answered", self.service.tokenizer.decode(generation.tokens))
-            self._text.submit(transcripts.learn, space, agent, [[*prompt, *generation.tokens]])
+            service.transcripts.learn(ask.namespace, ask.agent, [[*generation.prompt.ids, *generation.kept]])
 
-        generation.on_done = learn
-        engine.submit(request)
-        return generation
+        def done() -> None:
+            note(service, "answered", service.tokenizer.decode(generation.tokens))
+            self._text.submit(learn)
 
-    def _room(self, num_prompt: int, asked: int | None) -> int:
-        """How long the answer may get: as asked, else as long as there is room for."""
-        engine = self.service.engine
-        most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
-        limit = caller.get().limits.context
-        if limit is not None and limit < most and num_prompt + (asked or 1) > limit:
-            raise ContextLengthExceeded(
-                f"{num_prompt} prompt tokens and up to {asked or 1} new ones are more than the {limit} this key may have", param="messages"
-            )
-        if asked is not None:
-            return asked
-        most = min(most, limit or most)
-        if num_prompt >= most:
-            raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
-        return most - num_prompt
-
-    def _note(self, what: str, words: Any) -> None:
-        """In the log, with --log-prompts only."""
-        if self.service.config.log_prompts:
-            log.info("%s: %s", what, json.dumps(words))
+        return done
 
     async def forget(self, agent: str) -> None:
         """Forget an agent's texts, too."""
@@ -118,57 +135,156 @@ class Generator:
         await self._on_text_thread(lambda: self.service.transcripts.forget(space, agent))
 
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text, copy_context().run, function)  # which knows who asks
+        return await asyncio.get_running_loop().run_in_executor(self._text, function)
+
+
+def note(service: Service, what: str, words: Any) -> None:
+    """In the log, with --log-prompts only."""
+    if service.config.log_prompts:
+        log.info("%s: %s", what, json.dumps(words))
+
+
+def encode(service: Service, ask: Ask) -> Prompt:
+    """For the text thread."""
+    tokenizer, transcripts = service.tokenizer, service.transcripts
+    if isinstance(ask.prompt, tuple):
+        return Prompt(ask.prompt)
+    if isinstance(ask.prompt, str):
+        return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, tokenizer.raw(ask.prompt))))
+    text = tokenizer.render(ask.prompt.messages, ask.prompt.tools, go_on=ask.prompt.go_on)
+    opened = text.rstrip().endswith("<think>") if tokenizer.thinks and not ask.prompt.go_on else None
+    return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
+
+
+def check_bias(service: Service, sampling: Sampling) -> None:
+    vocab = service.backend.spec.vocab_size
+    if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
+        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="logit_bias")
+
+
+def constraints_of(service: Service, ask: Ask, opened: bool | None) -> list[Constraint | None]:
+    """What each answer is held to. Not for the event loop: a grammar takes milliseconds."""
+    grammars = service.grammars
+    if ask.sampling.logprobs is not None:
+        grammars.warm_up()  # which knows the bytes of tokens
+    if ask.form is not None:
+        grammar, field = grammars.of_schema(ask.form.schema, opened, ask.form.field), ask.form.field
+    elif ask.tools and (of_tools := grammars.of_tools(ask.tools, ask.choice, opened)) is not None:
+        grammar, field = of_tools, "tools"
+    else:
+        return [None] * ask.n
+    return [grammars.form(grammar, field) for _ in range(ask.n)]
+
+
+def request_of(
+    service: Service, ask: Ask, number: int, generation: Generation, constraint: Constraint | None, deadline: float | None
+) -> Request:
+    """That of answer `number`; the first is the agent's."""
+    seed, ids = ask.sampling.seed, generation.prompt.ids
+    return Request(
+        id=generation.id,
+        prompt=ids,
+        max_tokens=room(service, len(ids), ask.max_tokens),
+        emit=generation.emit,
+        sampling=replace(ask.sampling, constraint=constraint, seed=None if seed is None else seed + number),
+        stop_tokens=service.stop_tokens,
+        namespace=ask.namespace,
+        agent=ask.agent if number == 0 else None,
+        deadline=deadline,
+        watch=generation.watch,
+        arrived=caller.get().arrived,
+    )
+
+
+def room(service: Service, num_prompt: int, asked: int | None) -> int:
+    """How long the answer may get: as asked, else as long as there is room for. Raises ContextLengthExceeded."""
+    engine = service.engine
+    most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
+    limit = caller.get().limits.context
+    if limit is not None and limit < most and num_prompt + (asked or 1) > limit:
+        raise ContextLengthExceeded(
+            f"{num_prompt} prompt tokens and up to {asked or 1} new ones are more than the {limit} this key may have", param="messages"
+        )
+    if asked is not None:
+        return asked
+    most = min(most, limit or most)
+    if num_prompt >= most:
+        raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
+    return most - num_prompt
+
+
+@dataclass(frozen=True)
+class Part:
+    """What has become known of an answer since the last part: its pieces, and the tokens that are through with them."""
+
+    pieces: list[Piece]
+    tokens: list[Generated]
 
 
 class Generation:
-    """One answer in the making. Iterate `pieces`, then look at `done`."""
+    """One answer in the making. Iterate `parts`, then look at `done`."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, ask: Ask, prompt: Prompt) -> None:
+        tokenizer = service.tokenizer
+        calls = tokenizer.dialect if ask.tools and ask.choice.mode != "none" else None
+        reading = calls.reading(frozenset(tool.name for tool in ask.tools)) if calls is not None else None
         self.id = secrets.token_hex(12)
+        self.service = service
+        self.prompt = prompt
+        self.text = AnswerText(tokenizer.detokenizer(), ask.stop, prompt.opened, reading)
+        self.watch = StopWatch(tokenizer.detokenizer(), ask.stop) if ask.stop else None
         self.tokens: list[int] = []
         self.done: Done | None = None
         self.on_done: Callable[[], object] = lambda: None
-        self._service = service
         self._loop = loop
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
-        self._detokenizer = service.tokenizer.detokenizer()
+        self._pending: list[Generated] = []
 
     def emit(self, event: Event) -> None:
         """Called on the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: the server is going, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def pieces(self, keep_alive: float | None = None) -> AsyncIterator[str | None]:
-        """Pieces of the answer as they come; None whenever `keep_alive` seconds pass without any. Raises RequestError.
+    @property
+    def kept(self) -> list[int]:
+        """The tokens that are remembered: those before a stop string."""
+        return self.tokens if self.watch is None or self.watch.kept is None else self.tokens[: self.watch.kept]
 
-        Leaving early, however, cancels the request.
-        """
+    async def parts(self) -> AsyncIterator[Part]:
+        """The answer as it comes. Raises RequestError. Leaving early, however, cancels the request."""
         try:
-            while True:
-                try:
-                    event = await asyncio.wait_for(self._events.get(), keep_alive)
-                except TimeoutError:
-                    yield None
-                    continue
-                if isinstance(event, Generated):
-                    self.tokens.append(event.token)
-                    if piece := self._detokenizer.push(event.token):
-                        yield piece
-                    continue
-                self._ended = True
-                if isinstance(event, Failed):
-                    raise event.error
-                self.done = event
-                self.on_done()
-                return
+            while isinstance(event := await self._events.get(), Generated):
+                self.tokens.append(event.token)
+                self._pending.append(event)
+                if pieces := self.text.push(event.token):
+                    yield self._part(pieces)
+            self._ended = True
+            if isinstance(event, Failed):
+                raise event.error
+            if event.reason == "cancelled":  # by somebody else: a client that has left does not read this
+                raise self._why_cancelled()
+            self.done = event
+            self.on_done()
+            pieces = self.text.finish()
+            if pieces or self._pending:
+                yield self._part(pieces)
         finally:
             self.cancel()
 
+    def _part(self, pieces: list[Piece]) -> Part:
+        first = len(self.tokens) - len(self._pending)
+        tokens, self._pending = self._pending[: max(0, len(self.kept) - first)], []
+        return Part(pieces, tokens)
+
+    def _why_cancelled(self) -> RequestError:
+        if (going := self._service.engine.why_not_ready) is not None:
+            return ShuttingDown(f"{going}; what was computed is remembered")
+        return Cancelled("the request was cancelled; what was computed is remembered")
+
     def cancel(self) -> None:
         if not self._ended:
-            self._service.engine.cancel(self.id)
+            self.service.engine.cancel(self.id)
 
     def report(self, agent: str | None) -> dict[str, Any]:
         """The `rewake` object of the answer."""
@@ -177,7 +293,7 @@ class Generation:
         difference = None
         if match.first_difference is not None:
             token, stored, given = match.first_difference
-            decode = self._service.tokenizer.decode
+            decode = self.service.tokenizer.decode
             difference = {"token": token, "stored": decode(stored), "given": decode(given)}
         return {
             "agent": agent,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rewake.quant import PageLayout
-from rewake.request import Sampling
+from rewake.request import Logprobs, Sampling
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["Backend", "Batch", "Output", "Row"]
@@ -46,10 +47,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Output:
-    """A token for each row with `sampling`, in order, and the logits [rows with sampling, vocab] it was drawn from."""
+    """A token for each row with `sampling`, in order, and the logits [rows with sampling, vocab] it was drawn from.
+
+    `logprobs` are those of the rows that ask for them, by the number of the token.
+    """
 
     tokens: tuple[int, ...]
     logits: npt.NDArray[np.float32]
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
 
 
 class Backend(Protocol):

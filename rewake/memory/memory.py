@@ -173,6 +173,18 @@ class AgentMemory:
         branch.tokens = to_tokens(sequence.tokens[sequence.page_start : sequence.num_stored])
         branch.num_rows = len(branch.tokens)
 
+    def shorten(self, sequence: Sequence, length: int) -> None:
+        """The answer ends before its last tokens: forget them, but for those in a page that is full, which others may use by now.
+
+        Their rows lie behind what is recorded, where nobody attends to them.
+        """
+        branch = sequence.branch
+        length = max(length, sequence.page_start)
+        del sequence.tokens[length:]
+        sequence.num_stored = min(sequence.num_stored, length)
+        branch.num_rows = sequence.num_stored - sequence.page_start
+        branch.tokens = to_tokens(sequence.tokens[sequence.page_start : sequence.num_stored])
+
     def _settle(self, sequence: Sequence) -> None:
         """The branch's page is full: it becomes a page of the tree, or gives way to the equal one that is there."""
         branch, slot = sequence.branch, sequence.branch.slot
@@ -222,9 +234,8 @@ class AgentMemory:
             self.residency.gate.note_computed(num_tokens, seconds)
 
     def seconds_to_load(self) -> float:
-        """About how long the reads that are under way will take."""
-        num_bytes = sum(f.size for resident in self.residency.loading for f in resident.files)
-        return num_bytes * (self.residency.gate.read_cost or 0.0)
+        """About how long the reads that are under way will take if nothing is computed meanwhile."""
+        return self.residency.gate.soonest(sum(f.size for resident in self.residency.loading for f in resident.files))
 
     def num_unreserved(self) -> int:
         """Slots that can be had now and are not promised to anybody."""

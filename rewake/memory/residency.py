@@ -64,7 +64,7 @@ class Residency:
         self.cached: ByValue[Page | Branch] = ByValue()
         self.loading: dict[Page | Branch, tuple[int, list[Loaded]]] = {}
         self.leaving: set[Page | Branch] = set()  # out of the tree, and held
-        self._last_read_ended = 0.0
+        self._burst_began, self._burst_bytes = 0.0, 0
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="rewake-load")
 
     @property
@@ -141,8 +141,10 @@ class Residency:
             self.loading[resident][1].append(loaded)
         else:
             slot = self.take()
+            if not self.loading:
+                self._burst_began, self._burst_bytes = time.perf_counter(), 0
             self.loading[resident] = slot, [loaded]
-            self._readers.submit(self._read, resident, tuple(resident.files), slot, time.perf_counter())
+            self._readers.submit(self._read, resident, tuple(resident.files), slot)
 
     def load_all(self, residents: Sequence[Page | Branch], loaded: Callable[[list[tuple[Page | Branch, CorruptFile]]], None]) -> None:
         """As `load`, for several; `loaded` is called once, when all are there or cannot be, with those that failed."""
@@ -162,7 +164,7 @@ class Residency:
         for resident in residents:
             self.load(resident, lambda error, resident=resident: one_loaded(resident, error))  # type: ignore[misc]
 
-    def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int, submitted: float) -> None:
+    def _read(self, resident: Page | Branch, files: tuple[StoredFile, ...], slot: int) -> None:
         """On an I/O thread."""
         error = None
         try:
@@ -173,7 +175,7 @@ class Residency:
             log.exception("a page could not be read")
             error = CorruptFile(str(other))
         ended = time.perf_counter()
-        self.post(lambda: self._finish_load(resident, files, slot, error, submitted, ended))
+        self.post(lambda: self._finish_load(resident, files, slot, error, ended))
 
     def run(self, function: Callable[[], None]) -> None:
         """Run something that reads many files, on an I/O thread."""
@@ -197,15 +199,11 @@ class Residency:
         files: tuple[StoredFile, ...],
         slot: int,
         error: CorruptFile | None,
-        submitted: float,
         ended: float,
     ) -> None:
         _, waiting = self.loading.pop(resident)
-        # reads run beside each other: each took what passed since the one before had ended
-        took = max(0.0, ended - max(submitted, self._last_read_ended))
-        self._last_read_ended = max(ended, self._last_read_ended)
         if error is None:
-            self.gate.note_read(sum(f.size for f in files), took)
+            self._burst_bytes += sum(f.size for f in files)
             if files != tuple(resident.files):  # a page before it was damaged: these are not its rows any more
                 error = CorruptFile("a page's rows were forgotten while they were read")
         if resident.slot is not None:  # an equal page was computed meanwhile
@@ -215,6 +213,8 @@ class Residency:
             resident.slot = slot
         else:
             self.pool.give(slot)
+        if not self.loading:  # reads run beside each other: what they take is seen when all are done
+            self.gate.note_read(self._burst_bytes, ended - self._burst_began)
         for loaded in waiting:
             loaded(error)
 

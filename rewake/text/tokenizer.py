@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from rewake.errors import InvalidRequest, ModelError
-from rewake.text.toolcalls import ArgumentStyle, argument_style, with_text_arguments
+from rewake.text.toolcalls import HI, REFUSALS, Shown, shown_calls, shows_several, shows_tools, with_text_arguments
+from rewake.text.tools import Dialect, dialect_of
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -60,6 +60,11 @@ class Tokenizer:
         opening = "".join(before)
         return bool(opening) and text.startswith(opening + first, max(at - len(opening), 0))
 
+    def begins_calls(self, text: str, at: int) -> bool:
+        """Whether the piece of `text` at `at` stands behind a special token that opens tool calls."""
+        openers = self.dialect.openers if self.dialect is not None else ()
+        return any(opener in self._special and text.endswith(opener, 0, at) for opener in openers)
+
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer.backend_tokenizer)
 
@@ -67,23 +72,86 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt's text for a chat. Raises InvalidRequest for what the model's template refuses."""
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model thinks before it answers, between <think> and </think>."""
+        return "</think>" in self._template
+
+    @property
+    def _template(self) -> str:
+        template = self._tokenizer.chat_template
+        return json.dumps(template) if isinstance(template, dict) else template or ""
+
+    @cached_property
+    def dialect(self) -> Dialect | None:
+        """How the model writes tool calls, as its template shows; None if it has none, or one we do not know."""
+        return dialect_of(self._shown.text) if self._shown is not None else None
+
+    @cached_property
+    def parallel_calls(self) -> bool:
+        """Whether the template takes more than one call in a message."""
+        return self._shown is not None and shows_several(self._apply_template, self._shown.arguments)
+
+    @cached_property
+    def offers_tools(self) -> bool:
+        """Whether the template tells the model of tools, and the calls it then writes are understood."""
+        return self.dialect is not None and shows_tools(self._apply_template)
+
+    def literally(self, text: str) -> str:
+        """A text as it stands in a grammar: a special token is one, and no text spells it."""
+        special = self.special_id(text)
+        return json.dumps(text) if special is None else f"<[{special}]>"
+
+    def raw(self, text: str) -> str:
+        """A text that is no chat, begun as the model was trained to have texts begin."""
+        plain, begun = (self._tokenizer.encode("a", add_special_tokens=s) for s in (False, True))
+        bos = self._tokenizer.bos_token
+        return bos + text if begun != plain and begun[0] == self._tokenizer.bos_token_id and not text.startswith(bos) else text
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, go_on: bool = False) -> str:
+        """The prompt's text for a chat. `tools` are what may be called; with `go_on`, the last message is the answer's beginning.
+
+        Raises InvalidRequest for what the model's template refuses.
+        """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: it cannot be used for chat completions", param="messages")
         for number, message in enumerate(messages):
             field = "tool_calls" if "tool_calls" in message else "role" if message["role"] == "tool" else None
-            if field and self._argument_style is None:
+            if field and self._shown is None:
                 raise InvalidRequest("this model's chat template knows no tool calls", param=f"messages.{number}.{field}")
-        if self._argument_style == "text":
+            if "reasoning_content" in message and not self.thinks:
+                raise InvalidRequest("this model's chat template knows no reasoning", param=f"messages.{number}.reasoning_content")
+        if self.thinks and "reasoning_content" not in self._template:
+            messages = [with_thoughts(message) for message in messages]
+        if tools and not self.offers_tools:
+            is_strange = self._shown is not None and self.dialect is None
+            reason = "writes tool calls in a way that is not known here" if is_strange else "has no tools"
+            raise InvalidRequest(f"this model's chat template {reason}", param="tools")
+        if self._shown is not None and self._shown.arguments == "text":
             messages = [with_text_arguments(message) for message in messages]
         try:
-            return self._apply_template(messages)
-        except (TemplateError, TypeError) as error:
+            return self._apply_template(messages, tools, go_on=go_on)
+        except REFUSALS as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
-    def _apply_template(self, messages: list[dict[str, Any]], answer: bool = True) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)  # type: ignore[no-any-return]
+    def _apply_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer: bool = True, go_on: bool = False
+    ) -> str:
+        return self._render(messages, tools or self._no_tools, answer and not go_on, go_on)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, answer: bool, go_on: bool) -> str:
+        return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+            messages, tools=tools, tokenize=False, add_generation_prompt=answer, continue_final_message=go_on
+        )
+
+    @cached_property
+    def _no_tools(self) -> list[dict[str, Any]] | None:
+        """What a template takes for no tools: those that are made for tools only want a list."""
+        try:
+            self._render([HI], None, True, False)
+        except REFUSALS:
+            return []
+        return None
 
     @cached_property
     def _answer_start(self) -> str:
@@ -92,8 +160,8 @@ class Tokenizer:
         return self.render(chat).removeprefix(self._apply_template(chat, answer=False)) if self.has_chat_template else ""
 
     @cached_property
-    def _argument_style(self) -> ArgumentStyle | None:
-        return argument_style(self._apply_template)
+    def _shown(self) -> Shown | None:
+        return shown_calls(self._apply_template) if self.has_chat_template else None
 
     def stop_ids(self, path: Path) -> frozenset[int]:
         """Tokens that end an answer: the tokenizer's end, those of the model's generation config, and the usual ones by their text."""
@@ -104,8 +172,12 @@ class Tokenizer:
             ids |= set(eos if isinstance(eos, list) else [eos])
         return frozenset(i for i in ids if i is not None)
 
+    def description(self) -> str:
+        """The tokenizer as JSON, as the tokenizers library writes it."""
+        return self._tokenizer.backend_tokenizer.to_str()  # type: ignore[no-any-return]
+
     def digest(self) -> str:
-        return hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        return hashlib.sha256(self.description().encode()).hexdigest()
 
     def _splitting_changes_nothing(self) -> bool:
         """Whether text behind a special token is tokenised as it is alone; false for some sentencepiece vocabularies."""
@@ -113,6 +185,14 @@ class Tokenizer:
             return False
         probe = "user\nHello, wörld! 12 \n\n  x"
         return all(self.encode(t + probe + t) == [i, *self.encode(probe), i] for t, i in self._special.items())
+
+
+def with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message for templates that look for thoughts in the text."""
+    if "reasoning_content" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**rest, "content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
 
 
 class Detokenizer:

@@ -1,21 +1,46 @@
 """Tool calls in a history: one form for all ways to write the same JSON, and how a chat template takes them.
 
-Clients send calls back with other spaces and another order of keys than the model wrote. Knows no protocol.
+Clients send calls back with other spaces and another order of keys than the model wrote. Knows no protocol and no model's way of
+writing calls: see `tools`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-__all__ = ["ArgumentStyle", "argument_style", "canonical_calls", "canonical_json", "parse_arguments", "with_text_arguments"]
+__all__ = [
+    "HI",
+    "REFUSALS",
+    "ArgumentStyle",
+    "Shown",
+    "canonical_json",
+    "parse_arguments",
+    "shown_calls",
+    "shows_several",
+    "shows_tools",
+    "with_text_arguments",
+]
 
 ArgumentStyle = Literal["object", "text"]
-CALL = re.compile(r"(?<=<tool_call>)(?:(?!<tool_call>).)*?(?=</tool_call>)", re.DOTALL)  # as Hermes and Qwen write them
+Render = Callable[..., str]  # messages and tools: the template's text
+HI = {"role": "user", "content": "Hi"}
+RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "callprobe"}
+PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A key."}}, "required": ["probe_key"]}
+TOOL = {"type": "function", "function": {"name": "probe_name", "description": "A probe.", "parameters": PARAMETERS}}
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)  # what templates do with what they do not expect
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a template takes arguments, and the text it makes of a call of `probe_name` with {"probe_key": "probe_value"}."""
+
+    arguments: ArgumentStyle
+    text: str
 
 
 def canonical_json(value: Any) -> str:
@@ -35,20 +60,6 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return ordered
 
 
-def canonical_calls(text: str) -> str | None:
-    """The text with the JSON of its tool calls in canonical form; None if there are none. What is no JSON stays as it is."""
-    if "<tool_call>" not in text:
-        return None
-
-    def canonical(call: re.Match[str]) -> str:
-        try:
-            return canonical_json(parse_arguments(call[0]))
-        except ValueError:
-            return call[0]
-
-    return CALL.sub(canonical, text)
-
-
 def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message for templates that want arguments as text."""
     calls = message.get("tool_calls", ())
@@ -56,19 +67,45 @@ def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": texts} if texts else message
 
 
-def argument_style(render: Callable[[list[dict[str, Any]]], str]) -> ArgumentStyle | None:
-    """How a template takes the arguments of calls, found by showing it one; None if it shows no calls or no results."""
-    call = {"id": "callprobe", "type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+def probe(*names: str) -> dict[str, Any]:
+    """A message that calls these."""
+    calls = [
+        {"id": "callprobe", "type": "function", "function": {"name": name, "arguments": {"probe_key": "probe_value"}}} for name in names
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    def shows(message: dict[str, Any], *wanted: str) -> bool:
-        result = {"role": "tool", "content": "probe_result", "tool_call_id": "callprobe"}
+
+def shown_calls(render: Render) -> Shown | None:
+    """How a template shows calls, found by showing it one; None if it shows no calls or no results."""
+
+    def shows(message: dict[str, Any], *wanted: str) -> str | None:
         try:
-            text = render([{"role": "user", "content": "Hi"}, message, result])
-        except (TemplateError, TypeError, ValueError):
-            return False
-        return all(w in text for w in ("probe_name", "probe_value", "probe_result", *wanted)) and "'probe_key'" not in text
+            text = render([HI, message, RESULT])
+        except REFUSALS:
+            return None
+        is_whole = all(w in text for w in ("probe_name", "probe_value", "probe_result", *wanted)) and "'probe_key'" not in text
+        return text if is_whole else None
 
-    if shows(asked, "probe_key"):
-        return "object"
-    return "text" if shows(with_text_arguments(asked), '"probe_key"') else None
+    asked = probe("probe_name")
+    if text := shows(asked, "probe_key"):
+        return Shown("object", text)
+    text = shows(with_text_arguments(asked), '"probe_key"')
+    return Shown("text", text) if text else None
+
+
+def shows_several(render: Render, style: ArgumentStyle) -> bool:
+    """Whether a template takes more than one call in a message."""
+    message = probe("probe_name", "probe_other")
+    try:
+        text = render([HI, message if style == "object" else with_text_arguments(message), RESULT])
+    except REFUSALS:
+        return False
+    return "probe_name" in text and "probe_other" in text
+
+
+def shows_tools(render: Render) -> bool:
+    """Whether a template tells the model which tools there are."""
+    try:
+        return "probe_name" in render([HI], [TOOL])
+    except REFUSALS:
+        return False

@@ -12,18 +12,27 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rewake.text.history import History, Key, Place, to_ids
 from rewake.text.tokenizer import Tokenizer
-from rewake.text.toolcalls import canonical_calls
+from rewake.text.tools import Dialect, calls_in
 
 __all__ = ["Transcripts"]
 
 MOST_AGENTS = 256  # others are asked for again: see `knows`
 MOST_TOKENS = 500_000  # of one agent (or of all who do not say who they are), before its oldest segments are let go
 DIGEST = 16  # bytes: texts are kept as ids and digests, which is half the memory; nobody finds two texts with one BLAKE2b
+
+
+class Calls(NamedTuple):
+    """Tool calls in a text that was sent: what they say, whatever the order and spacing of their JSON. See `tools.calls_in`."""
+
+    dialect: Dialect
+    behind: bool
+    said: Any
 
 
 class Transcripts:
@@ -65,8 +74,8 @@ class Transcripts:
             elif place is None:
                 ids.extend(self.tokenizer.encode(piece))
             else:
-                is_answer = self.tokenizer.begins_answer(text, at)
-                segment, known = self._encode_unknown(history, place, piece, is_answer)
+                calls = self._calls(text, at, piece)
+                segment, known = self._encode_unknown(history, place, piece, calls)
                 ids.extend(segment)
             place = known
             at += len(piece)
@@ -82,11 +91,11 @@ class Transcripts:
 
     # ---- text to ids
 
-    def _encode_unknown(self, history: History, place: Place, text: str, is_answer: bool) -> tuple[array[int], Place | None]:
+    def _encode_unknown(self, history: History, place: Place, text: str, calls: Calls | None) -> tuple[array[int], Place | None]:
         """Ids for a text that was not seen at `place`, and where to go on if it means what was seen there."""
         stored = history.alternatives(place)
         for key, ids in stored:
-            if is_answer and self._calls_the_same(text, ids):
+            if calls is not None and calls.said == calls_in(calls.dialect, self.tokenizer.decode(ids), calls.behind):
                 return ids, history.follow(place, key)
         fresh = to_ids(self.tokenizer.encode(text))
         for key, ids in stored:
@@ -94,10 +103,14 @@ class Transcripts:
                 return ids, history.follow(place, key)
         return self._splice([ids for _, ids in stored], fresh, text), None
 
-    def _calls_the_same(self, text: str, ids: array[int]) -> bool:
-        """Whether stored ids say the same but for the order and spacing of the JSON in tool calls."""
-        calls = canonical_calls(text)
-        return calls is not None and calls == canonical_calls(self.tokenizer.decode(ids))
+    def _calls(self, text: str, at: int, piece: str) -> Calls | None:
+        """What the piece of `text` at `at` calls, if it is an answer or stands in one."""
+        dialect = self.tokenizer.dialect
+        behind = self.tokenizer.begins_calls(text, at)
+        if dialect is None or not (behind or self.tokenizer.begins_answer(text, at)):
+            return None
+        said = calls_in(dialect, piece, behind)
+        return None if said is None else Calls(dialect, behind, said)
 
     def _splice(self, stored: list[array[int]], fresh: array[int], text: str) -> array[int]:
         """`fresh`, with its start replaced by that of the stored ids that share most of the text.

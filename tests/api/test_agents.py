@@ -275,6 +275,17 @@ def test_an_agent_at_work_is_left_alone(server: ServerProcess, client: Client) -
     events.close()
 
 
+def test_an_agent_is_cancelled_by_somebody_else(server: ServerProcess, client: Client) -> None:
+    """A5: it ends within a step, whoever listens is told, and what was computed is remembered."""
+    with pytest.raises(Conflict, match="cancelled; what was computed is remembered") as error:
+        for number, _ in enumerate(client.chat(HELLO, agent="stopped", max_tokens=1500, temperature=0)):
+            if number == 3:
+                assert client.cancel("stopped")["cancelled"] == 1
+    assert error.value.code == "cancelled"
+    assert client.show("stopped")["tokens"] > 3
+    assert client.cancel("stopped")["cancelled"] == 0, "nothing is left to stop"
+
+
 def test_metrics_add_up(server: ServerProcess) -> None:
     talked(server, "measured")
     response = server.http.get("/metrics")
@@ -344,6 +355,7 @@ def test_the_command_line_has_every_verb(server: ServerProcess, tmp_path: Path) 
     assert "is pinned" in said("agents", "pin", "cli") and "no longer" in said("agents", "unpin", "cli")
     assert "forgotten 7d after" in said("agents", "ttl", "cli", "7d") and "never" in said("agents", "ttl", "cli", "never")
     assert "is hot; pages read: 0" in said("agents", "wake", "cli")
+    assert "0 requests stopped" in said("agents", "cancel", "cli")
     assert "KB" in said("agents", "export", "cli", file)
     assert "cli-3 remembers" in said("agents", "import", file, "--as", "cli-3")
     for agent in ("cli", "cli-2", "cli-3", "cli-new"):

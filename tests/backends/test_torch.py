@@ -14,7 +14,7 @@ from rewake.backends.torch.calibrate import fit_sink, k_mean, write_documents
 from rewake.backends.torch.kernels.vectorised import decode, encode
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.measure import compare
-from rewake.backends.torch.sampler import Sampler
+from rewake.backends.torch.sampler import Sampler, logprobs_of
 from rewake.calibration import SHIPPED, Calibration
 from rewake.memory.pool import slot_bytes
 from rewake.quant import bf16_to_f32, hadamard
@@ -201,3 +201,79 @@ def test_a_sequence_draws_from_its_own_stream() -> None:
         drawn.append(draw(shared, logits, sampling, "a"))
         draw(shared, logits, Sampling(seed=6), "b")
     assert drawn == expected
+
+
+def test_a_bias_and_penalties_shift_what_is_drawn() -> None:
+    sampler, logits = Sampler(), torch.tensor([0.0, 3.0, 2.5, 1.0])
+    assert draw(sampler, logits, Sampling(temperature=0, logit_bias=((1, -100.0),)), "a") == 2
+    assert draw(sampler, logits, Sampling(temperature=0, logit_bias=((3, 5.0),)), "a") == 3
+    penalised = Sampling(temperature=0, presence_penalty=0.75)
+    assert [draw(sampler, logits, penalised, "b") for _ in range(4)] == [1, 2, 1, 1], "once, however often a token is there"
+    penalised = Sampling(temperature=0, frequency_penalty=0.75)
+    assert [draw(sampler, logits, penalised, "c") for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert (logits == torch.tensor([0.0, 3.0, 2.5, 1.0])).all(), "what is traced is what the model gave"
+
+
+class Only:
+    """A constraint: tokens with numbers in `allowed`; it has seen `taken`."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.allowed = allowed
+        self.taken: list[int] = []
+
+    def allow(self, mask: Any) -> None:
+        if not self.allowed:
+            raise ArithmeticError("a dead end")
+        for token in self.allowed:
+            mask[token // 32] |= np.int32(np.uint32(1 << token % 32).view(np.int32))
+
+    def take(self, token: int) -> None:
+        self.taken.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_only_what_a_constraint_allows_is_drawn(temperature: float) -> None:
+    sampler, logits, only = Sampler(), torch.randn(1000), Only(31, 32, 999)
+    sampling = Sampling(temperature=temperature, constraint=only)
+    drawn = [draw(sampler, logits, sampling, "a") for _ in range(100)]
+    assert set(drawn) <= {31, 32, 999} and only.taken == drawn
+    assert temperature < 50 or len(set(drawn)) == 3
+
+
+def test_company_changes_nothing() -> None:
+    """One call for all rows; each row's token is what it would be alone."""
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
+
+    def kinds() -> list[Sampling]:
+        return [
+            Sampling(seed=1),
+            Sampling(temperature=0),
+            Sampling(seed=2, top_p=0.5, presence_penalty=1.0),
+            Sampling(seed=3, constraint=Only(5, 6, 700)),
+            Sampling(seed=4, top_k=7, logit_bias=((3, 9.0),)),
+            Sampling(seed=5, temperature=0.3, frequency_penalty=-1.0, constraint=Only(*range(100))),
+        ]
+
+    together, alone = Sampler(), Sampler()
+    one, other = list(enumerate(kinds())), list(enumerate(kinds()))
+    for _ in range(20):
+        drawn = together.sample(logits, [(sampling, str(i)) for i, sampling in one])
+        assert drawn == [draw(alone, logits[i], sampling, str(i)) for i, sampling in other]
+
+
+def test_a_dead_end_moves_no_stream() -> None:
+    """The step is tried again in halves, and only the request that is stuck fails."""
+    sampler, logits = Sampler(), torch.randn(1000)
+    fine = Sampling(seed=1, presence_penalty=1.0, constraint=Only(*range(0, 1000, 3)))
+    expected = [draw(Sampler(), logits, Sampling(seed=1, constraint=Only(*range(0, 1000, 3))), "a")]
+    with pytest.raises(ArithmeticError, match="dead end"):
+        sampler.sample(torch.stack([logits, logits]), [(fine, "a"), (Sampling(constraint=Only()), "b")])
+    assert draw(sampler, logits, fine, "a") == expected[0]
+
+
+def test_logprobs_are_those_of_the_rows_that_ask() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 3.0, 0.0]])
+    found = logprobs_of(logits, [1, 0], [None, 2])
+    assert list(found) == [1] and found[1].chosen == pytest.approx(float(logits[1].log_softmax(-1)[0]))
+    assert [token for token, _ in found[1].top] in ([0, 1], [1, 0])
+    assert logprobs_of(logits, [2, 0], [0, None])[0].top == ()

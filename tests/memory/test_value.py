@@ -75,3 +75,15 @@ def test_the_gate_reads_until_reading_has_shown_to_be_slower() -> None:
     assert 3 < refusals < 50, "a disk that was slow is tried again"
     gate.always = True
     assert gate.pays(10**12, 1)
+
+
+def test_a_read_that_is_waited_for_is_expected_as_fast_as_the_fastest_of_late() -> None:
+    gate = LoadGate()
+    assert gate.soonest(10**6) == 0, "nothing is known yet: it is tried"
+    gate.note_read(10**6, 0.002)
+    for _ in range(3):
+        gate.note_read(10**6, 0.050)  # beside a step that has all cores
+    assert gate.soonest(10**6) == 0.002
+    for _ in range(8):
+        gate.note_read(10**6, 0.050)
+    assert gate.soonest(2 * 10**6) == 0.1, "it has become slow"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from rewake.errors import InvalidRequest
 from rewake.text.tokenizer import Tokenizer
-from rewake.text.toolcalls import canonical_calls, parse_arguments
+from rewake.text.toolcalls import parse_arguments
 from rewake.text.transcripts import Transcripts
 from tests.templates import HERMES, with_template
 
@@ -94,9 +93,3 @@ def test_a_template_without_tool_calls_refuses_them_by_name(model_path: Path, me
 def test_arguments_are_a_json_object(text: str) -> None:
     with pytest.raises(ValueError):
         parse_arguments(text)
-
-
-def test_what_is_no_json_in_a_call_stays_as_it_is() -> None:
-    text = 'A <tool_call>\n{"b": 1,"a": 2}\n</tool_call><tool_call>{broken</tool_call> <tool_call>{"c":1}'
-    assert canonical_calls(text) == 'A <tool_call>{"a": 2, "b": 1}</tool_call><tool_call>{broken</tool_call> <tool_call>{"c":1}'
-    assert canonical_calls(json.dumps({"b": 1, "a": 2})) is None

@@ -17,7 +17,7 @@ from rewake.backends.base import Batch, Output, Row
 from rewake.backends.torch.batch import flatten
 from rewake.backends.torch.kernels import load_kernels
 from rewake.backends.torch.loader import LoadedModel
-from rewake.backends.torch.sampler import Sampler
+from rewake.backends.torch.sampler import Sampler, logprobs_of
 from rewake.errors import ModelError
 from rewake.quant import CODECS
 
@@ -59,8 +59,9 @@ class TorchBackend:
         if not torch.isfinite(logits.sum(-1)).all():  # argmax over NaN gives a token, too: never a silent wrong answer
             broken = [row.sampler for scores, row in zip(logits, sampled, strict=True) if not scores.isfinite().all()]
             raise ArithmeticError(f"the logits of {', '.join(broken)} are not finite")
-        tokens = self._sampler.sample(logits, [(row.sampling, row.sampler) for row in sampled if row.sampling is not None])
-        return Output(tuple(tokens), logits.numpy())
+        wanted = [(row.sampling, row.sampler) for row in sampled if row.sampling is not None]
+        tokens = self._sampler.sample(logits, wanted)
+        return Output(tuple(tokens), logits.numpy(), logprobs_of(logits, tokens, [sampling.logprobs for sampling, _ in wanted]))
 
     def score(self, batch: Batch) -> Tensor:
         """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
