@@ -29,6 +29,7 @@ LAYERS = [
     {"config", "calibration"},
     {"models"},
     {"spec", "request"},
+    {"planes"},
     {"quant"},
     {"errors"},
 ]

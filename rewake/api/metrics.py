@@ -49,7 +49,7 @@ def metrics(stats: Stats, running: int, waiting: int) -> list[Metric]:
         counter("bytes_read", "Bytes of pages and segments read from disk since the start.", stats.bytes_read),
         gauge("disk_bytes", "Bytes that memories take on disk.", stats.disk_bytes),
         gauge("disk_budget_bytes", "Bytes that memories may take on disk.", stats.disk_budget_bytes),
-        Metric("rewake_pages", "gauge", "Pages of the arena, by state.", tuple((f'{{state="{s}"}}', n) for s, n in pages)),
+        Metric("rewake_pages", "gauge", "Slots for pages in the arena, by state.", tuple((f'{{state="{s}"}}', n) for s, n in pages)),
         gauge("arena_bytes", "Bytes of the arena that pages in memory lie in.", stats.arena_bytes),
         gauge("agents", "Agents that are remembered.", stats.agents),
         gauge("requests_running", "Requests that are being computed, or whose last turn is being saved.", running),
