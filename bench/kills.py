@@ -31,9 +31,9 @@ from typing import Any
 
 import httpx
 
-from rewake.memory.pool import slot_bytes
 from rewake.memory.tree import OWN_BRANCH
 from rewake.models import DEFAULT_MODEL, resolve
+from rewake.planes import slot_bytes
 from rewake.quant import CODECS, PageLayout
 from rewake.store.files import Files
 from tests.faults import STEPS, Toll

@@ -36,6 +36,7 @@ from bench.ttft import evict
 from rewake.config import Config
 from rewake.memory.memory import AgentMemory
 from rewake.memory.tree import TOKEN, PrefixTree
+from rewake.planes import PagePlanes
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service, open_service
@@ -46,6 +47,7 @@ from rewake.text.transcripts import Transcripts
 
 NAMESPACE, SIGNATURE = "default", b"bench"
 SMALL = PageLayout(1, 1, 64, 64, CODECS["q4"])  # where pages only have to be there: 20,000 real ones would take 33 GB
+PLANES = PagePlanes.single(SMALL)
 
 
 def ids(seed: object, count: int) -> list[int]:
@@ -97,7 +99,7 @@ def amplification(service: Service, turns: int) -> dict[str, Any]:
         assert done.saved and done.match.computed_tokens == 91, done
         text += answer
         new_tokens += 100
-    alone = new_tokens * service.backend.layout.token_bytes
+    alone = new_tokens * service.backend.planes.token_bytes
     return {
         "turns": turns,
         "new tokens' bytes": alone,
@@ -131,7 +133,7 @@ def restore(service: Service, repetitions: int) -> dict[str, Any]:
         woken = wake(service, "restored")
         times.append(time.perf_counter() - started)
         assert woken >= pages, woken
-    rate = woken * service.backend.layout.page_bytes / statistics.median(times)
+    rate = woken * service.backend.planes.page_bytes / statistics.median(times)
     return {"tokens": 4096, "ms": statistics.median(times) * 1000, "GB/s": rate / 1e9}
 
 
@@ -148,7 +150,7 @@ def wake(service: Service, agent: str) -> int:
 
 def fill(path: Path, agents: int, pages: int, first: list[int]) -> None:
     """A directory of `agents` with `pages` each; the first of them remembers `first`, whatever that takes."""
-    store = Directory(path, SIGNATURE, SMALL)
+    store = Directory(path, SIGNATURE, PLANES)
     tree = PrefixTree(SIGNATURE)
     data = memoryview(bytes(SMALL.page_bytes))
     for number in range(agents):
@@ -157,8 +159,8 @@ def fill(path: Path, agents: int, pages: int, first: list[int]) -> None:
         for at in range(0, len(tokens) - PAGE_TOKENS + 1, PAGE_TOKENS):
             page = tree.add_page(NAMESPACE, parent, tokens[at : at + PAGE_TOKENS])
             name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}.safetensors"
-            file = store.write(name, data, 0, PAGE_TOKENS, {"namespace": NAMESPACE, "tokens": page.tokens.tobytes().hex()})
-            records.append(PageRecord(page.key, parent.key, len(records) + 1, NAMESPACE, page.tokens.tobytes(), file))
+            file = store.write(name, [data], 0, PAGE_TOKENS, {"namespace": NAMESPACE, "tokens": page.tokens.tobytes().hex()})
+            records.append(PageRecord(page.key, parent.key, len(records) + 1, NAMESPACE, page.tokens.tobytes(), (file,)))
             parent = page
         rest, turns = tokens[len(records) * PAGE_TOKENS :], array(TOKEN, [len(tokens)]).tobytes()
         branch = BranchRecord(f"{number:032x}", NAMESPACE, f"agent{number}", parent.key, rest.tobytes(), (), 0.0, float(number), turns)
@@ -183,7 +185,7 @@ class NoSync:
 
 def opened(path: Path) -> AgentMemory:
     arena = np.zeros(16 * SMALL.page_bytes, np.uint8)
-    return AgentMemory(arena, SMALL, SIGNATURE, Directory(path, SIGNATURE, SMALL), lambda function: None)
+    return AgentMemory(arena, PLANES, SIGNATURE, Directory(path, SIGNATURE, PLANES), lambda function: None)
 
 
 def close(memory: AgentMemory) -> None:

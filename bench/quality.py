@@ -31,7 +31,7 @@ import numpy as np
 from bench.common import Bar, finish, flags, table
 from rewake.backends.base import Batch
 from rewake.backends.torch.loader import LoadedModel, load_model
-from rewake.backends.torch.measure import Scores, compare, prompt_row
+from rewake.backends.torch.measure import Scores, arena_bytes, compare, prompt_row
 from rewake.backends.torch.model import TorchBackend
 from rewake.calibration import choose, find
 from rewake.config import Config
@@ -75,7 +75,7 @@ def backends_for(loaded: LoadedModel, codings: Sequence[str], tokens: int) -> di
         codec, group = CODINGS[name.removesuffix(PLAIN)]
         mean = None if calibration is None or name.endswith(PLAIN) else calibration.k_mean
         pages = -(-tokens // PAGE_TOKENS) + 1
-        made[name] = TorchBackend(loaded, codec.name, pages * loaded.spec.group.layout(codec, group).page_bytes, group, mean)
+        made[name] = TorchBackend(loaded, codec.name, arena_bytes(loaded.spec, codec, group, pages), group, mean)
     return made
 
 

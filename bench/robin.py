@@ -34,7 +34,7 @@ from bench.peers.ours import Ours
 from bench.peers.vllm import BLOCK, Vllm
 from rewake.errors import ModelError
 from rewake.memory.memory import pages_for
-from rewake.memory.pool import slot_bytes
+from rewake.planes import slot_bytes
 from rewake.quant import CODECS, PageLayout
 
 __all__ = ["PEERS", "measure"]

@@ -71,9 +71,9 @@ def evict(service: Service) -> None:
     residency = service.engine.memory.residency
 
     def drop() -> None:
-        for resident in list(residency.cached):
-            if resident.slot is not None:
-                residency.drop(resident)
+        for piece in list(residency.cached):
+            if piece in residency.cached:  # it may have gone with another
+                residency.drop(piece)
 
     service.engine.call(drop).result()
 

@@ -21,7 +21,7 @@ from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
 from rewake.keys_cli import add_keys
 from rewake.logs import begin_logging
-from rewake.memory.pool import slot_bytes
+from rewake.planes import PagePlanes
 from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
 
@@ -95,7 +95,7 @@ def serve(config: Config, _: dict[str, Any]) -> int:
         try:
             for key, value in service.backend.describe().items():
                 say(f"{key:8} {value}")
-            say(f"{'memory':8} {budget(service.backend.layout.page_bytes, config.memory)}")
+            say(f"{'memory':8} {budget(service.backend.planes, config.memory)}")
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
             say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
@@ -105,9 +105,12 @@ def serve(config: Config, _: dict[str, Any]) -> int:
     return 0
 
 
-def budget(page_bytes: int, memory: int) -> str:
-    pages = memory // slot_bytes(page_bytes)
-    return f"{size(memory)}: {pages} pages of 256 tokens, {size(page_bytes)} each ({pages * 256} tokens)"
+def budget(planes: PagePlanes, memory: int) -> str:
+    slots = memory // planes.slot_bytes
+    if planes.num_slots > 1 or planes.fleeting:
+        taken = f"a page of 256 tokens takes {planes.num_slots}, fewer when it is old"
+        return f"{size(memory)}: {slots} slots of {size(planes.slot_bytes)}; {taken}"
+    return f"{size(memory)}: {slots} pages of 256 tokens, {size(planes.page_bytes)} each ({slots * 256} tokens)"
 
 
 def pull(config: Config, _: dict[str, Any]) -> int:
@@ -159,22 +162,22 @@ def doctor(config: Config, _: dict[str, Any]) -> int:
 
     path = resolve(config.model)
     backend = load_backend(config, path)
-    layout = backend.layout
-    longest, coding = backend.spec.max_positions, (layout.codec, layout.group_size)
+    planes = backend.planes
+    longest, coding = backend.spec.max_positions, (planes.codec, planes.group_size)
     full = backend.spec.context_bytes(longest, *coding)
     facts = {
         "model": f"{config.model} in {path}",
         **backend.describe(),
-        "token": f"takes {layout.token_bytes} bytes",
-        "memory": budget(layout.page_bytes, config.memory) + " (--memory)",
+        "token": f"takes {planes.token_bytes} bytes",
+        "memory": budget(planes, config.memory) + " (--memory)",
         "context": f"{context(config.context, longest)}; the model's longest takes {size(full)}",
         "data": f"{config.data}" + ("" if config.data.exists() else " (not there yet)"),
     }
     for key, value in facts.items():
         say(f"{key:8} {value}")
     for group in backend.spec.groups:
-        say(f"{'layers':8} {describe_group(group)}")
-    fitting = (f"{n} at {tokens // 1024}k" for tokens in AGENT_SIZES if (n := 2**30 // backend.spec.context_bytes(tokens, *coding)))
+        say(f"{'layers':8} {describe_group(group)}; {group.layout(*coding).token_bytes} bytes a token")
+    fitting = (f"{2**30 // backend.spec.context_bytes(tokens, *coding)} at {tokens // 1024}k" for tokens in AGENT_SIZES)
     say(f"{'fit':8} agents in a GiB: {', '.join(fitting)}")
     return 0
 
@@ -205,8 +208,8 @@ def replay_recording(config: Config, flags: dict[str, Any]) -> int:
     path = Path(flags["recording"])
     pages = num_pages(path)
     model = resolve(config.model)
-    page_bytes = load_backend(config, model).layout.page_bytes
-    backend = load_backend(replace(config, memory=pages * slot_bytes(page_bytes)), model)
+    planes = load_backend(config, model).planes
+    backend = load_backend(replace(config, memory=pages * planes.num_slots * planes.slot_bytes), model)
     steps = list(replay(path, backend))
     different = [s for s in steps if not s.same]
     for step in different[:10]:

@@ -101,7 +101,9 @@ class Engine:
         def post(function: Callable[[], None]) -> None:
             self.post(lambda: function() if len(self._beginnings) == number else None)  # not for the memory before
 
-        self.memory = AgentMemory(self.backend.arena, self.backend.layout, self._signature, self._store, post, self._trace)
+        self.memory = AgentMemory(
+            self.backend.arena, self.backend.planes, self._signature, self._store, post, self._trace, most_step=self.chunk
+        )
         self._nobody()
 
     def _nobody(self) -> None:
@@ -382,7 +384,8 @@ class Engine:
         # tokens go on while the disk is behind; prompts, whose pages would have to wait for it, do not
         chunk = 0 if self.memory.ledger.is_backed_up else self.chunk
         needs = [Need(s.next_position, s.num_pending, s.rank, s.request.namespace) for s in self.running]
-        return [(self.running[part.index], part.num_tokens) for part in plan(needs, chunk)]
+        work = [(self.running[part.index], part.num_tokens) for part in plan(needs, chunk)]
+        return [work[i] for i in self.memory.with_room([(s, s.next_position + count) for s, count in work])]
 
     def _compute(self, work: list[tuple[Sequence, int]]) -> None:
         """One forward. If it fails, its halves are tried alone, so that only those fail that must."""
@@ -418,7 +421,7 @@ class Engine:
                     tokens=tuple(sequence.tokens[start:end]),
                     start=start,
                     first_append=sequence.num_stored,
-                    slots=tuple(sequence.slots()),
+                    tables=sequence.tables(self.backend.planes),
                     names=tuple(sequence.page_names()),
                     sampler=sequence.request.id,
                     sampling=sequence.request.sampling if end == len(sequence.tokens) else None,

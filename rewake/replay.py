@@ -26,7 +26,7 @@ from rewake.request import Sampling
 __all__ = ["Recorder", "Replayed", "num_pages", "replay"]
 
 GREEDY = Sampling(temperature=0)
-EVENTS = {"copy": 2, "settle": 2, "intern": 2, "forget": 1}  # and how many pages they name
+EVENTS = {"copy": 2, "settle": 2, "intern": 2, "mend": 3, "forget": 1}  # and how many pages they name
 
 
 class Recorder:
@@ -147,31 +147,38 @@ class Pages:
 
     def __init__(self, backend: Backend) -> None:
         self.arena = backend.arena
-        self.size = backend.layout.page_bytes
-        self.pool = PagePool(len(backend.arena), self.size)
-        self.slots: dict[str, int] = {}
+        self.planes = backend.planes
+        self.pool = PagePool(len(backend.arena), self.planes.slot_bytes)
+        self.slots: dict[str, tuple[int, ...]] = {}  # of all planes
 
     def row(self, number: int, tokens: list[int], start: int, first_append: int, names: list[str], sampled: bool) -> Row:
         self.must_know(names[: -(-first_append // PAGE_TOKENS)])
-        slots = tuple(self.slot(name) for name in names)
-        return Row(tuple(tokens), start, first_append, slots, tuple(names), str(number), GREEDY if sampled else None)
+        tables = tuple(zip(*(self.slots_of(name) for name in names), strict=True))
+        return Row(tuple(tokens), start, first_append, tables, tuple(names), str(number), GREEDY if sampled else None)
 
     def must_know(self, names: list[str]) -> None:
         if not self.slots.keys() >= set(names):
             raise ConfigError("the recording begins in the middle: record from an empty --data directory on")
 
-    def slot(self, name: str) -> int:
+    def slots_of(self, name: str) -> tuple[int, ...]:
         if name not in self.slots:
-            self.slots[name] = self.pool.take()
+            self.slots[name] = tuple(self.pool.take() for _ in range(self.planes.num_slots))
         return self.slots[name]
 
     def copy(self, source: str, target: str) -> None:
-        self.must_know([source])
-        at, to = self.slots[source], self.slot(target)
-        self.arena[to : to + self.size] = self.arena[at : at + self.size]
+        self.mend(source, target, ",".join(map(str, self.planes.all)))
 
     def settle(self, name: str, key: str) -> None:
         self.copy(name, key)
+
+    def mend(self, name: str, key: str, planes: str) -> None:
+        """A page that is there takes those planes that it had lost."""
+        self.must_know([name])
+        of_plane = [str(number) for number, plane in enumerate(self.planes.planes) for _ in range(plane.num_slots)]
+        size = self.planes.slot_bytes
+        for origin, target, plane in zip(self.slots[name], self.slots_of(key), of_plane, strict=True):
+            if plane in planes.split(","):
+                self.arena[target : target + size] = self.arena[origin : origin + size]
 
     def intern(self, name: str, key: str) -> None:
         self.must_know([name, key])

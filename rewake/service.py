@@ -17,8 +17,10 @@ from rewake.config import AUTO, KEY_FILE, Config
 from rewake.engine import Engine
 from rewake.errors import ConfigError
 from rewake.models import resolve
-from rewake.quant import CODINGS, PAGE_TOKENS, PageLayout
+from rewake.planes import PagePlanes
+from rewake.quant import CODINGS, PAGE_TOKENS
 from rewake.replay import Recorder
+from rewake.spec import ModelCacheSpec
 from rewake.store.base import Store
 from rewake.store.crypto import Cipher, find_key
 from rewake.store.directory import FORMAT, MANIFEST, Directory
@@ -63,7 +65,7 @@ def load_backend(config: Config, path: Path) -> Backend:
     calibration = find(loaded.fingerprint)
     coding, why = choose_coding(config, calibration)
     codec, group = CODINGS[coding]
-    notes = {"kv": f"{coding}, {bits(loaded.spec.group.layout(codec, group))} bits a value: {why}"}
+    notes = {"kv": f"{coding}, {bits(loaded.spec.planes(codec, group), loaded.spec)} bits a value: {why}"}
     if codec.k_bits < 16:
         notes["centring"] = f"on {calibration.text}" if calibration else "none (`rewake calibrate` makes K and V lose less)"
     return TorchBackend(loaded, codec.name, config.memory, group, calibration.k_mean if calibration else None, notes)
@@ -78,18 +80,19 @@ def choose_coding(config: Config, calibration: Calibration | None) -> tuple[str,
     return choose(calibration.losses, config.kv_loss)
 
 
-def bits(layout: PageLayout) -> str:
-    return f"{layout.token_bytes * 8 / (layout.layers * layout.kv_heads * (layout.k_dim + layout.v_dim)):.3g}"
+def bits(planes: PagePlanes, spec: ModelCacheSpec) -> str:
+    group = spec.group
+    return f"{planes.token_bytes * 8 / (len(group.layers) * group.kv_heads * (group.k_dim + group.v_dim)):.3g}"
 
 
-def open_store(config: Config, sign: bytes, layout: PageLayout) -> Store | None:
+def open_store(config: Config, sign: bytes, planes: PagePlanes) -> Store | None:
     if not config.persist:
         return None
     cipher = None
     if config.encrypt:
         # a new key could not open memories that are there already
         cipher = Cipher(find_key(os.environ, KEY_FILE, create=not (config.data / MANIFEST).exists()))
-    return Directory(config.data, sign, layout, budget=config.disk, cipher=cipher)
+    return Directory(config.data, sign, planes, budget=config.disk, cipher=cipher)
 
 
 def open_service(config: Config) -> Service:
@@ -99,7 +102,7 @@ def open_service(config: Config) -> Service:
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
-    store = open_store(config, sign, backend.layout)
+    store = open_store(config, sign, backend.planes)
     backend.warm_up()
     engine = Engine(
         backend,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal
 
 from rewake.errors import ModelError
-from rewake.quant import PAGE_TOKENS, Codec, PageLayout
+from rewake.planes import PagePlanes, Plane
+from rewake.quant import Codec, PageLayout
 
 __all__ = ["CacheGroup", "Kind", "ModelCacheSpec"]
 
@@ -35,8 +37,9 @@ class CacheGroup:
     window: int | None = None
     latent_dim: int = 0
 
-    def layout(self, codec: Codec, group_size: int) -> PageLayout:
-        return PageLayout(len(self.layers), self.kv_heads, self.k_dim, self.v_dim, codec, group_size)
+    def layout(self, codec: Codec, group_size: int, layers: int | None = None) -> PageLayout:
+        """How `layers` of them (all) lie in a page."""
+        return PageLayout(layers or len(self.layers), self.kv_heads, self.k_dim, self.v_dim, codec, group_size)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class ModelCacheSpec:
 
     @property
     def group(self) -> CacheGroup:
-        """All layers as pages hold them: sliding ones beside the others, of whose shape they are."""
+        """All layers, whatever they see: what of each is cached has one shape."""
         layers = tuple(sorted(layer for group in self.groups for layer in group.layers))
         return replace(self.groups[0], layers=layers, window=None)
 
@@ -83,9 +86,21 @@ class ModelCacheSpec:
         cap = config.get("attn_logit_softcapping")
         return cls(tuple(groups), vocab_size, positions, float(cap) if cap else None, config.get("model_type") == "gpt_oss")
 
+    def planes(self, codec: Codec, group_size: int) -> PagePlanes:
+        """What a page of this model consists of: a plane for each group, in slots of equally many layers."""
+        layers = gcd(*(len(group.layers) for group in self.groups))
+        return PagePlanes(
+            tuple(
+                # a query sees its own token and `window - 1` before it
+                Plane(group.kind, group.layers, group.layout(codec, group_size, layers), group.window and group.window - 1)
+                for group in self.groups
+            )
+        )
+
     def context_bytes(self, tokens: int, codec: Codec, group_size: int) -> int:
-        """Bytes of memory a context of `tokens` takes, in whole pages."""
-        return -(-tokens // PAGE_TOKENS) * self.group.layout(codec, group_size).page_bytes
+        """Bytes of memory an agent of `tokens` tokens takes that is to go on with the next one, in whole slots."""
+        planes = self.planes(codec, group_size)
+        return planes.slots_held(tokens) * planes.slot_bytes
 
 
 def plain_shape(config: Mapping[str, Any]) -> tuple[int, int, int, int]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from rewake.backends.base import Backend, Batch, Output, Row
+from rewake.backends.base import NOWHERE, Backend, Batch, Output, Row
 from rewake.engine import Engine
+from rewake.planes import PagePlanes, Plane
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Match, Request, Sampling
 from rewake.spec import CacheGroup, ModelCacheSpec
@@ -32,7 +33,13 @@ WRONG = 1  # the next token if a row is not what was appended; `expected` never 
 ROW = np.dtype([("token", "<i4"), ("position", "<i4"), ("history", "<u8")])  # of K; V is the same with every bit turned over
 WEIGHTS = np.random.default_rng(0).integers(1, 2**63, MOST_POSITIONS, np.uint64) | np.uint64(1)
 LAYOUT = PageLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, codec=CODECS["bf16"])
+PLANES = PagePlanes.single(LAYOUT)
 SIGNATURE = b"echo"
+
+
+def sliding_planes(window: int) -> PagePlanes:
+    """A page of one layer that sees everything, and two that see a window."""
+    return PagePlanes((Plane("full", (0,), LAYOUT), Plane("sliding", (1, 2), LAYOUT, window - 1)))
 
 
 def expected(tokens: Sequence[int]) -> int:
@@ -51,13 +58,14 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
 class EchoBackend:
     """See the module. `before_step` can make a step fail or wait; `num_wrong` counts answers over rows that were not right.
 
-    K and V of a row depend on `model` as those of a real one depend on its weights.
+    K and V of a row depend on `model` as those of a real one depend on its weights. With a `window`, two more layers see that many tokens.
     """
 
-    def __init__(self, num_pages: int, model: bytes = b"") -> None:
+    def __init__(self, num_pages: int, model: bytes = b"", window: int | None = None) -> None:
         self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000)
-        self.layout = LAYOUT
-        self.arena = np.zeros(num_pages * LAYOUT.page_bytes, np.uint8)
+        self.window = window
+        self.planes = PLANES if window is None else sliding_planes(window)
+        self.arena = np.zeros(num_pages * self.planes.num_slots * LAYOUT.page_bytes, np.uint8)
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.num_computed = 0
         self.num_wrong = 0
@@ -70,7 +78,7 @@ class EchoBackend:
             self._append(row)
             self.num_computed += len(row.tokens)
             if row.sampling is not None:
-                tokens.append(self._attend(row.slots, row.end))
+                tokens.append(self._attend(row))
         return Output(tuple(tokens), np.array(tokens, np.float32)[:, None])
 
     def _append(self, row: Row) -> None:
@@ -80,15 +88,16 @@ class EchoBackend:
             return
         new = np.empty(row.end - start, ROW)
         new["token"], new["position"] = row.tokens[start - row.start :], np.arange(start, row.end)
-        first = self._beginning if not start else self._history_behind(self._rows(row.slots, start - 1, start))
+        first = self._beginning if not start else self._history_behind(self._rows(row.tables[0], start - 1, start))
         new["history"] = np.concatenate([first, self._history_behind(new, first)[:-1]])
         at = start
         while at < row.end:
             end = min(row.end, (at // PAGE_TOKENS + 1) * PAGE_TOKENS)
-            k, v = self._page(row.slots[at // PAGE_TOKENS])
-            part = slice(at % PAGE_TOKENS, (end - 1) % PAGE_TOKENS + 1)
-            k[part] = new[at - start : end - start]
-            v.view(np.uint64).reshape(-1, 2)[part] = ~new[at - start : end - start].view(np.uint64).reshape(-1, 2)
+            for table in row.tables:
+                k, v = self._page(table[at // PAGE_TOKENS])
+                part = slice(at % PAGE_TOKENS, (end - 1) % PAGE_TOKENS + 1)
+                k[part] = new[at - start : end - start]
+                v.view(np.uint64).reshape(-1, 2)[part] = ~new[at - start : end - start].view(np.uint64).reshape(-1, 2)
             at = end
 
     def _history_behind(self, rows: Any, before: Any = None) -> Any:
@@ -104,16 +113,28 @@ class EchoBackend:
         """K of rows [start, end) of one page."""
         return self._page(slots[start // PAGE_TOKENS])[0][start % PAGE_TOKENS : (end - 1) % PAGE_TOKENS + 1]
 
-    def _attend(self, slots: Sequence[int], length: int) -> int:
-        pages = [self._page(slot) for slot in slots[: -(-length // PAGE_TOKENS)]]
-        k = np.concatenate([k for k, _ in pages])[:length]
-        v = np.concatenate([v for _, v in pages])[:length]
+    def _attend(self, row: Row) -> int:
+        k, v = self._all_rows(row.tables[0], 0, row.end)
         history = np.concatenate([self._beginning, self._history_behind(k, self._beginning)[:-1]])
-        same = (v.view(np.uint64) == ~k.view(np.uint64)).all()
-        if not same or (k["position"] != np.arange(length)).any() or (k["history"] != history).any():
+        right = (v == ~k.view(np.uint64)).all() and (k["position"] == np.arange(row.end)).all() and (k["history"] == history).all()
+        for table in row.tables[1:]:
+            assert self.window is not None
+            oldest = max(0, row.start - self.window + 1)  # that a query of this step sees
+            seen, v = self._all_rows(table, oldest, row.end)
+            right = right and (seen == k[oldest:]).all() and (v == ~seen.view(np.uint64)).all()
+        if not right:
             self.num_wrong += 1
             return WRONG
         return expected(k["token"].tolist())
+
+    def _all_rows(self, table: Sequence[int], start: int, end: int) -> tuple[Any, Any]:
+        """K of rows [start, end), and V as 64-bit numbers."""
+        first = start // PAGE_TOKENS
+        places = table[first : -(-end // PAGE_TOKENS)]
+        assert NOWHERE not in places, "a page that a query attends to is not in the arena"
+        pages = [self._page(slot) for slot in places]
+        part = slice(start - first * PAGE_TOKENS, end - first * PAGE_TOKENS)
+        return np.concatenate([k for k, _ in pages])[part], np.concatenate([v for _, v in pages])[part].view(np.uint64)
 
     def forget_sampler(self, sampler: str) -> None: ...
 
@@ -173,6 +194,7 @@ class EngineHarness:
         cipher: Cipher | None = None,
         disk: int = UNLIMITED,
         files: Files | None = None,
+        window: int | None = None,
         **engine: Any,
     ) -> None:
         self.data = data
@@ -184,12 +206,13 @@ class EngineHarness:
         self.files = files
         self.options = {"max_running": max_running, **engine}
         self._next = 0
-        self.start(backend or EchoBackend(num_pages))
+        self.window = window
+        self.start(backend or EchoBackend(num_pages, window=window))
 
     def start(self, backend: Backend) -> None:
         self.backend: Any = backend
         store = (
-            Directory(self.data, self.signature, backend.layout, budget=self.disk, free_floor=0, files=self.files, cipher=self.cipher)
+            Directory(self.data, self.signature, backend.planes, budget=self.disk, free_floor=0, files=self.files, cipher=self.cipher)
             if self.data is not None
             else None
         )
@@ -199,7 +222,7 @@ class EngineHarness:
 
     def restart(self, backend: Backend | None = None) -> None:
         self.close()
-        self.start(backend or EchoBackend(self.num_pages))
+        self.start(backend or EchoBackend(self.num_pages, window=self.window))
 
     def close(self) -> None:
         self.check()
@@ -227,8 +250,8 @@ class EngineHarness:
         """Drop everything cached from the arena, as memory pressure would."""
 
         def drop() -> None:
-            for resident in list(self.memory.residency.cached):
-                if resident.slot is not None:
-                    self.memory.residency.drop(resident)
+            for piece in list(self.memory.residency.cached):
+                if piece in self.memory.residency.cached:  # it may have gone with another
+                    self.memory.residency.drop(piece)
 
         self.engine.call(drop).result(30)

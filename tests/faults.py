@@ -31,6 +31,7 @@ from typing import Any
 from rewake.quant import PAGE_TOKENS
 from rewake.store.directory import BLOCK
 from rewake.store.files import Files
+from rewake.store.index import FILE, FILE_COLUMNS
 from tests.fakes import SIGNATURE, EchoBackend, EngineHarness, Pending, expected_answer
 
 STEPS = ("create", "append", "sync", "rename", "sync_folder", "begin", "commit", "remove")
@@ -562,8 +563,19 @@ def replace_by_foreign(data: Path, paths: Sequence[Path], rng: random.Random, ta
     return [tokens_in(ours)]
 
 
+def make_version_2(data: Path) -> None:
+    """The manifest as it was before pages had planes."""
+    with closing(sqlite3.connect(data / "manifest.sqlite", isolation_level=None)) as db:
+        db.executescript(
+            f"DROP TABLE planes; ALTER TABLE segments RENAME TO newer; CREATE TABLE segments (branch TEXT NOT NULL, {FILE_COLUMNS},"
+            f" PRIMARY KEY (branch, first)) WITHOUT ROWID; INSERT INTO segments SELECT branch, {FILE} FROM newer; DROP TABLE newer;"
+            " PRAGMA user_version = 2;"
+        )
+
+
 def make_version_1(data: Path) -> None:
     """The manifest as the first version of the format had it: neither agents nor turns, and no secrets."""
+    make_version_2(data)
     with closing(sqlite3.connect(data / "manifest.sqlite", isolation_level=None)) as db:
         for table, column in (("pages", "secret"), ("segments", "secret"), ("branches", "turns")):
             db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rewake.backends.base import Batch, Output
-from rewake.memory.pool import slot_bytes
-from rewake.quant import PAGE_TOKENS
+from rewake.backends.base import NOWHERE, Batch, Output, Row
+from rewake.quant import CODECS, PAGE_TOKENS
 
 WORDS = "river stone cloud lamp paper engine garden window violin harbour copper meadow signal".split()
 
@@ -21,50 +20,62 @@ def story(agent: int, sentences: int) -> str:
 
 
 class ShadowBackend:
-    """Keeps a copy of every row that was appended, and compares it with the pages at each step, before and after."""
+    """Keeps a copy of every row that was appended, and compares it with the pages at each step, before and after.
+
+    What no query attends to any more is not there to be compared.
+    """
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.spec, self.layout, self.arena = backend.spec, backend.layout, backend.arena
-        self.copies: dict[str, np.ndarray[Any, Any]] = {}
+        self.spec, self.planes, self.arena = backend.spec, backend.planes, backend.arena
+        self.copies: dict[str, list[np.ndarray[Any, Any]]] = {}  # of each page's slots
         self.num_compared = 0
 
     def forward(self, batch: Batch) -> Output:
         for row in batch.rows:
-            self.compare(row.names, row.slots, row.first_append)
+            self.compare(row, row.first_append)
         output = self.backend.forward(batch)
         for row in batch.rows:
-            self.compare(row.names, row.slots, row.first_append)
-            for i in range(row.first_append // PAGE_TOKENS, len(row.slots)):
-                self.copies[row.names[i]] = self.page(row.slots[i]).copy()
+            self.compare(row, row.first_append)
+            for i in range(row.first_append // PAGE_TOKENS, len(row.names)):
+                self.copies[row.names[i]] = [self.slot(table[i]).copy() for table in row.tables]
         assert self.arena.nbytes == self.backend.arena.nbytes
         return output
 
-    def page(self, slot: int) -> np.ndarray[Any, Any]:
-        return self.arena[slot : slot + self.layout.page_bytes]
+    def slot(self, at: int) -> np.ndarray[Any, Any]:
+        return self.arena[at : at + self.planes.planes[0].slot.page_bytes]
 
-    def compare(self, names: tuple[str, ...], slots: tuple[int, ...], length: int) -> None:
-        for i, (name, slot) in enumerate(zip(names, slots, strict=True)):
+    def compare(self, row: Row, length: int) -> None:
+        for i, name in enumerate(row.names):
             rows = min(length - i * PAGE_TOKENS, PAGE_TOKENS)
             if rows <= 0:
                 return
-            assert np.array_equal(self.rows(self.page(slot), rows), self.rows(self.copies[name], rows)), f"{name} has changed"
+            for table, copy in zip(row.tables, self.copies[name], strict=True):
+                if table[i] != NOWHERE:
+                    assert np.array_equal(self.rows(self.slot(table[i]), rows), self.rows(copy, rows)), f"{name} has changed"
             self.num_compared += rows
 
-    def rows(self, page: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-        if rows == PAGE_TOKENS:
-            return page
-        out = np.empty(self.layout.with_rows(rows).page_bytes, np.uint8)
-        self.layout.copy_rows(page, 0, out, rows, out=True)
+    def rows(self, slot: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+        layout = self.planes.planes[0].slot
+        out = np.empty(layout.with_rows(rows).page_bytes, np.uint8)
+        layout.copy_rows(slot, 0, out, rows, out=True)
         return out
 
     def trace(self, kind: str, *names: str) -> None:
         if kind == "copy":
-            self.copies[names[1]] = self.copies[names[0]].copy()
+            self.copies[names[1]] = [slot.copy() for slot in self.copies[names[0]]]
         elif kind == "settle":
             self.copies[names[1]] = self.copies.pop(names[0])
+        elif kind == "mend":
+            for i in self.slots_of(names[2]):
+                self.copies[names[1]][i] = self.copies[names[0]][i]
+            del self.copies[names[0]]
         elif kind == "intern":
             del self.copies[names[0]]
+
+    def slots_of(self, planes: str) -> list[int]:
+        numbers = [str(number) for number, plane in enumerate(self.planes.planes) for _ in range(plane.num_slots)]
+        return [i for i, number in enumerate(numbers) if number in planes.split(",")]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
@@ -73,5 +84,10 @@ class ShadowBackend:
 def torch_backend(model: Any, kv: str, num_pages: int, k_mean: Any = None) -> Any:
     from rewake.backends.torch.model import TorchBackend
 
-    page = slot_bytes(TorchBackend(model, kv, 8 * 2**20).layout.page_bytes)
-    return TorchBackend(model, kv, num_pages * page, k_mean=k_mean)
+    return TorchBackend(model, kv, page_slots(model, kv, num_pages), k_mean=k_mean)
+
+
+def page_slots(model: Any, kv: str, num_pages: int) -> int:
+    """Bytes of an arena for so many whole pages."""
+    planes = model.spec.planes(CODECS[kv], 64)
+    return int(num_pages * planes.num_slots * planes.slot_bytes)

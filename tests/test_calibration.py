@@ -148,7 +148,7 @@ def test_the_backend_says_what_was_chosen_and_why(tiny: Path) -> None:
     assert load_backend(config, tiny).describe()["kv"].startswith("k8v4, 26 bits a value: loses 0.40%")
     assert load_backend(replace(config, kv_loss=0.03), tiny).describe()["kv"].startswith("q4, ")
     asked = load_backend(replace(config, kv="q4:32"), tiny)
-    assert (asked.layout.codec.name, asked.layout.group_size) == ("q4", 32)
+    assert (asked.planes.codec.name, asked.planes.group_size) == ("q4", 32)
     assert asked.describe()["centring"] == "on a text"
 
 

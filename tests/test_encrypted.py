@@ -27,7 +27,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def rows_in_memory(harness: EngineHarness) -> set[bytes]:
     """A few rows of K, as the backend made them."""
     arena = harness.memory.residency.arena
-    slots = [r.slot for r in harness.engine.call(lambda: list(harness.memory.tree.residents())).result() if r.slot is not None]
+    slots = [r.slots[0][0] for r in harness.engine.call(lambda: list(harness.memory.tree.residents())).result() if r.slots]
     return {arena[at : at + 16].tobytes() for slot in slots for at in range(slot + 16, slot + 16 * 100, 160)}
 
 

@@ -39,7 +39,8 @@ def test_the_fake_notices_rows_of_another_model_and_of_another_history() -> None
         ours, theirs = EngineHarness(None, EchoBackend(4)), EngineHarness(None, EchoBackend(4, model))
         ours.ask(text, "a")
         theirs.ask(other, "a")
-        slots = [harness.engine.call(lambda h=harness: [r.slot for r in h.memory.tree.residents()]).result() for harness in (ours, theirs)]  # type: ignore[misc]
+        residents = [harness.engine.call(lambda h=harness: list(h.memory.tree.residents())).result() for harness in (ours, theirs)]  # type: ignore[misc]
+        slots = [[r.slots[0][0] for r in found] for found in residents]
         at, foreign = slots[0][0], slots[1][0]
         ours.backend.arena[at : at + page] = theirs.backend.arena[foreign : foreign + page]
         assert ours.ask(text, "a").tokens != expected_answer(text, 4)

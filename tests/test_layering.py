@@ -30,6 +30,7 @@ LAYERS = [
     {"config", "calibration", "keys", "logs"},
     {"models"},
     {"spec", "request"},
+    {"planes"},
     {"quant"},
     {"errors"},
 ]

@@ -61,6 +61,7 @@ class World:
     fails: bool  # steps of the model fail, and now and then the engine does
     chunk: int
     max_running: int
+    window: int | None  # that two more layers see
 
     @property
     def is_strict(self) -> bool:
@@ -81,6 +82,7 @@ def world(rng: random.Random) -> World:
         fails=rng.random() < 0.3,
         chunk=rng.choice((64, 256, 512)),
         max_running=rng.choice((1, 3, 8)),
+        window=rng.choice((None, None, 1, 64, 257, 600)),
     )
 
 
@@ -194,8 +196,9 @@ class Day:
     def open(self, data: Path | None, num_pages: int, disk: int, files: Files | None) -> EngineHarness:
         made = EngineHarness(
             data,
-            EchoBackend(num_pages),
+            EchoBackend(num_pages, window=self.world.window),
             num_pages=num_pages,
+            window=self.world.window,
             disk=disk,
             files=files,
             cipher=self.cipher,
@@ -377,7 +380,7 @@ class Day:
         if not self.exports:
             return
         with open(self.rng.choice(self.exports), "rb") as file:
-            exported, pages = read_portable(file, LAYOUT, self.harness.backend.spec)
+            exported, pages = read_portable(file, self.harness.backend.planes, self.harness.backend.spec)
         namespace, name = self.who()
         self.verb("take_in", name, exported, pages, namespace=namespace)
 
@@ -420,7 +423,7 @@ class Day:
         self.files.fail = 0.0
         self.settle()
         self.balance()
-        self.harness.restart(EchoBackend(self.world.num_pages))
+        self.harness.restart()
         self.harness.backend.before_step = self.before_step
         self.after_restart()
         self.files.fail = calm
@@ -497,7 +500,7 @@ class Day:
             assert resident.refs == 0, self.story(f"held for ever: {resident!r:.200}")
             assert not resident.forgotten
             if isinstance(resident, Page):
-                assert resident.slot is not None or resident.file is not None, self.story("a page that is nowhere")
+                assert resident.slots or resident.files or memory.planes.fleeting == memory.planes.all, self.story("a page that is nowhere")
                 assert resident.children or resident.branches, self.story("a page nobody needs")
                 assert not resident.saving
             else:

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rewake.memory.pool import slot_bytes
+from rewake.planes import slot_bytes
 from rewake.quant import CODECS, PAGE_TOKENS
 from rewake.service import signature
 from tests.fakes import EngineHarness

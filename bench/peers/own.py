@@ -102,12 +102,13 @@ class Restore:
         self.threads = ThreadPoolExecutor(THREADS)
 
     def rows(self, repetitions: int) -> list[Row]:
-        slots = self.service.engine.call(lambda: [self.residency.take() for _ in self.residents]).result()
-        targets = [self.residency.bytes_of(slot) for slot in slots]
+        slots = self.service.engine.call(lambda: [self.residency.take(0) for _ in self.residents]).result()
+        size = self.residency.planes.page_bytes
+        targets = [[self.residency.arena[slot : slot + size] for slot in own] for own in slots]
         buffers = [np.zeros(file.size, np.uint8) for file in self.files]
         runs: dict[str, Callable[[], None]] = {
             "plain": lambda: self.all(self.plain, self.files, buffers),
-            "ours": lambda: self.all(self.residency.read, self.residents, targets),
+            "ours": lambda: self.all(self.read, self.residents, targets),
         }
         rows = []
         for state, before in (("page cache", self.keep), ("dropped", self.drop)):
@@ -145,9 +146,11 @@ class Restore:
             got = opened.readinto(buffer.data)
         assert got == file.size
 
-    def give(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.residency.pool.give(slot)
+    def read(self, resident: Page | Branch, target: list[np.ndarray]) -> None:
+        self.residency.read(resident.files, 0, target)
+
+    def give(self, slots: list[tuple[int, ...]]) -> None:
+        self.residency.give(dict(enumerate(slots)))
 
     def keep(self) -> None:
         """Nothing: what was just read or written is in page cache."""

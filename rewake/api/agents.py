@@ -183,7 +183,7 @@ class Verbs:
     async def take_in(self, path: Path, name: str | None) -> str:
         """Import a file, as `name` or as it says itself; how the agent is called now."""
         with open(path, "rb") as file:
-            exported, pages = await asyncio.to_thread(read_portable, file, self.service.backend.layout, self.service.backend.spec)
+            exported, pages = await asyncio.to_thread(read_portable, file, self.service.backend.planes, self.service.backend.spec)
         agent = checked(exported.name) if name is None else name
         await self.done(Agents.take_in, agent, exported, pages)
         return agent

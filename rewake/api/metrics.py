@@ -65,7 +65,7 @@ def of_memory(stats: Stats) -> list[Metric]:
         gauge("disk_bytes", "Bytes that memories take on disk.", stats.disk_bytes),
         gauge("disk_budget_bytes", "Bytes that memories may take on disk.", stats.disk_budget_bytes),
         gauge("disk_pages", "Pages, whole or begun, that are on disk, whether they are in memory or not.", stats.pages_on_disk),
-        labelled("gauge", "pages", "Pages of the arena, by state.", "state", pages),
+        labelled("gauge", "pages", "Slots for pages in the arena, by state.", "state", pages),
         gauge("arena_bytes", "Bytes of the arena that pages in memory lie in.", stats.arena_bytes),
         gauge("agents", "Agents that are remembered.", stats.agents),
         gauge("writer_waiting_bytes", "Bytes that wait to be written to disk.", stats.writer_waiting_bytes),

@@ -9,26 +9,28 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rewake.quant import PageLayout
+from rewake.planes import PagePlanes
 from rewake.request import Logprobs, Sampling
 from rewake.spec import ModelCacheSpec
 
-__all__ = ["Backend", "Batch", "Output", "Row"]
+__all__ = ["NOWHERE", "Backend", "Batch", "Output", "Row"]
+
+NOWHERE = -1  # in a block table: no query of this step attends to it
 
 
 @dataclass(frozen=True)
 class Row:
     """One sequence's part of a step: `tokens` at positions `start`, `start + 1`, ...
 
-    K/V of positions from `first_append` on are appended; those before are stored already. `slots` are the arena
-    offsets of all pages of the sequence, `names` what to call them in a trace. With `sampling`, the logits behind the
-    last token are computed, and a token is drawn from the random stream `sampler` (the sequence's).
+    K/V of positions from `first_append` on are appended; those before are stored already. `tables` has, for each slot of
+    a page (`PagePlanes`), its arena offsets in all pages of the sequence; `names` are what to call the pages in a trace. With
+    `sampling`, the logits behind the last token are computed, and a token is drawn from the random stream `sampler` (the sequence's).
     """
 
     tokens: tuple[int, ...]
     start: int
     first_append: int
-    slots: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     sampler: str
     sampling: Sampling | None = None
@@ -61,7 +63,7 @@ class Backend(Protocol):
     """A loaded model and the arena its pages lie in."""
 
     spec: ModelCacheSpec
-    layout: PageLayout
+    planes: PagePlanes
     arena: npt.NDArray[np.uint8]
 
     def forward(self, batch: Batch) -> Output: ...

@@ -17,7 +17,8 @@ import numpy as np
 
 from rewake.errors import Conflict, CorruptFile, InternalError, InvalidRequest, NotFound, Overloaded
 from rewake.memory.ledger import Ledger, name_of, note_named
-from rewake.memory.portable import Portable, write_portable
+from rewake.memory.portable import Bytes, PlanesOfPage, Portable, write_portable
+from rewake.memory.residency import Needed, Piece, files_of
 from rewake.memory.tree import Agent, Branch, Page, to_tokens
 from rewake.quant import PAGE_TOKENS
 
@@ -84,28 +85,34 @@ class Agents:
 
     def _summary(self, agent: Agent) -> AgentSummary:
         assert agent.name is not None
-        head, page_bytes = agent.head, self.residency.pool.slot_bytes
+        head = agent.head
         pages = {page for b in agent.branches for page in b.parent.path()}
         residents: list[Page | Branch] = [*pages, *agent.branches]
-        needed: list[Page | Branch] = [*head.parent.path(), *([head] if head.num_rows else [])] if head else []
-        hot = sum(r.slot is not None for r in residents)
+        needed = self._needed(head) if head else []
+        slots = sum(len(slots) for r in residents for slots in r.slots.values())
         return AgentSummary(
             agent=agent.name,
-            state="empty" if not needed else "hot" if all(r.slot is not None for r in needed) else "warm",
+            state="empty" if not needed else "hot" if all(self.residency.is_hot(r, planes) for r, planes in needed) else "warm",
             tokens=head.num_tokens if head else 0,
             turns=tuple(head.turns) if head else (),
             branches=len(agent.branches),
-            pages_in_memory=hot,
-            pages_loading=sum(r in self.residency.loading for r in residents),
+            pages_in_memory=sum(bool(r.slots) for r in residents),
+            pages_loading=len({r for r, _ in self.residency.loading}.intersection(residents)),
             pages_on_disk=sum(bool(r.files) for r in residents),
             pages_shared=sum(len(p.children) + len(p.branches) > 1 for p in pages),
-            bytes_in_memory=hot * page_bytes,
+            bytes_in_memory=slots * self.residency.pool.slot_bytes,
             bytes_on_disk=sum(f.file_bytes for r in residents for f in r.files),
             pinned=agent.pinned,
             ttl=agent.ttl,
             created=agent.created,
             used=agent.used,
         )
+
+    def _needed(self, branch: Branch) -> Needed:
+        """What is attended to when a branch is gone on with."""
+        planes = self.ledger.planes
+        needed: Needed = [(page, planes.needed(page.number, branch.next_query)) for page in branch.parent.path()]
+        return [*needed, (branch, planes.all)] if branch.num_rows else needed
 
     # ---- records
 
@@ -196,64 +203,71 @@ class Agents:
         branch = Branch(secrets.token_hex(16), owner, parent, rest.tokens[: length - whole * PAGE_TOKENS])
         branch.turns = to_tokens([t for t in source.turns if t <= length])
         num_rows = min(len(branch.tokens), rest.stored_rows)
-        if not num_rows:
+        every, pool = self.ledger.planes.all, self.residency
+        if not num_rows or not all(pool.is_somewhere(rest, plane) for plane in every):  # what is nowhere is computed again
             self._save(self._attached(branch), done)
             return
-        needed: list[Page | Branch] = [*path[:whole], rest]
-        for resident in needed:  # the copy needs room, which must not be that of the pages before it
-            self.residency.hold(resident)
-        if self.num_unreserved() < 1 + (not self.residency.has_place(rest)):
+        needed: Needed = [(p, self.ledger.planes.needed(p.number, length)) for p in path[:whole]]
+        needed.append((rest, every))
+        for resident, planes in needed:  # the copy needs room, which must not be that of the pages before it
+            pool.hold(resident, planes)
+        cold = tuple(plane for plane in every if plane not in rest.slots and (rest, plane) not in pool.loading)
+        if self.num_unreserved() < self.ledger.planes.num_slots + self.ledger.planes.slots_of(cold):
             self._release(needed)
             raise Overloaded("there is no room in memory for the rows to copy: try again")
-        self._attached(branch).slot = self.residency.take()
+        self._attached(branch).slots.update(pool.take_page())
 
-        def loaded(error: CorruptFile | None) -> None:
-            if error is None and branch.parent is parent:  # else a page before it has been lost meanwhile, and the rows with it
-                assert branch.slot is not None
-                self.residency.copy(rest, branch.slot)
+        def loaded(failures: Sequence[tuple[Piece, CorruptFile]]) -> None:
+            if not failures and branch.parent is parent:  # else a page before it has been lost meanwhile, and the rows with it
+                assert branch.slots
+                pool.copy(rest, branch.slots)
                 self.ledger.trace("copy", name_of(rest), name_of(branch))
                 branch.num_rows = num_rows
             self._release(needed)
-            if error is not None:  # what can no longer be read is computed again when it is asked for
-                self.ledger.discard(rest, error)
+            for piece, error in failures:  # what can no longer be read is computed again when it is asked for
+                self.ledger.discard(piece, error)
             self._save(branch, done)
 
-        self.residency.load(rest, loaded)
+        pool.load_all([(rest, plane) for plane in every], loaded)
 
-    def _release(self, residents: Sequence[Page | Branch]) -> None:
-        for resident in reversed(residents):  # the first pages are worth most: they are to be evicted last
-            self.residency.release(resident)
+    def _release(self, held: Needed) -> None:
+        for resident, planes in reversed(held):  # the first pages are worth most: they are to be evicted last
+            self.residency.release(resident, planes)
 
     def _attached(self, branch: Branch) -> Branch:
         branch.running = True
         self.tree.add_branch(branch)
-        self.residency.hold(branch)
+        self.residency.hold(branch, self.ledger.planes.all)
         note_named(branch)
         return branch
 
     def _save(self, branch: Branch, done: Told) -> None:
         has_store = self.ledger.writer is not None
-        if branch.slot is not None and not branch.num_rows:
-            self.residency.pool.give(branch.slot)
-            branch.slot = None
+        if not branch.num_rows:
+            self.residency.give(branch.slots)
         error = InternalError("it is in memory, but could not be saved: see the server's log")
         self.ledger.save_turn(branch, lambda saved: done(None if saved or not has_store else error))
-        self.residency.release(branch)
+        self.residency.release(branch, self.ledger.planes.all)
 
     def wake(self, namespace: str, name: str, done: Callable[[int], None]) -> None:
         """Bring the latest branch into memory, as much as there is room for; `done` is told how many pages were read. Raises NotFound."""
         head = self._known(namespace, name).head
-        residents: list[Page | Branch] = [*head.parent.path(), head] if head is not None else []
-        for resident in residents:
-            self.residency.hold(resident)  # those that are there must not leave for the others
-        missing = [r for r in residents if r.slot is None and r.files and r not in self.residency.loading]
-        missing = missing[: max(0, self.num_unreserved())]
+        needed = self._needed(head) if head is not None else []
+        for resident, planes in needed:
+            self.residency.hold(resident, planes)  # those that are there must not leave for the others
+        room, missing = self.num_unreserved(), []
+        for piece in ((r, plane) for r, planes in needed for plane in planes):
+            if piece[1] not in piece[0].slots and files_of(piece) and piece not in self.residency.loading:
+                room -= self.ledger.planes.planes[piece[1]].num_slots
+                if room < 0:
+                    break
+                missing.append(piece)
 
-        def finish(failures: Sequence[tuple[Page | Branch, CorruptFile]]) -> None:
-            for resident, error in failures:
-                self.ledger.discard(resident, error)
-            self._release(residents)
-            done(len(missing) - len(failures))
+        def finish(failures: Sequence[tuple[Piece, CorruptFile]]) -> None:
+            for piece, error in failures:
+                self.ledger.discard(piece, error)
+            self._release(needed)
+            done(len({r for r, _ in missing} - {r for (r, _), _ in failures}))
 
         self.residency.load_all(missing, finish)
 
@@ -267,38 +281,50 @@ class Agents:
         if head is None:
             raise InvalidRequest(f"agent {name!r} remembers nothing that could be exported", param="agent")
         pages = head.parent.path()  # remembered: where a page turns out to be damaged meanwhile, the branch ends before it
+        every = self.ledger.planes.all
         residents: list[Page | Branch] = [*pages, *([head] if head.num_rows else [])]
         about = Portable(self.tree.signature, name, agent.created, head.transcript(), head.turns, num_computed(head))
         head.running = True
-        self.residency.hold(head)
-        for page in pages:
-            self.residency.hold(page)
+        held: Needed = [(head, every), *((page, every) for page in pages)]
+        for resident, planes in held:
+            self.residency.hold(resident, planes)
 
         def write() -> None:
             """On an I/O thread: what is held neither changes nor goes."""
             error: Exception | None = None
             try:
-                write_portable(path, about, self.ledger.layout, map(self._bytes_of, residents))
+                write_portable(path, about, self.ledger.planes, map(self._planes_of, residents))
             except (CorruptFile, OSError) as caught:
                 error = caught
             self.residency.post(lambda: finish(error))
 
         def finish(error: Exception | None) -> None:
             head.running = False
-            self._release([*pages, head])
+            self._release([*held[1:], held[0]])
             done(error)
 
         self.residency.run(write)
 
-    def _bytes_of(self, resident: Page | Branch) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        if resident.slot is not None:
-            return self.residency.bytes_of(resident.slot)
-        page = np.zeros(self.ledger.layout.page_bytes, np.uint8)
-        self.residency.read(resident.files, page)
-        return page
+    def _planes_of(self, resident: Page | Branch) -> dict[int, Bytes]:
+        """The bytes of each plane that is still somewhere."""
+        found = {}
+        for number, plane in enumerate(self.ledger.planes.planes):
+            data = np.zeros(plane.num_bytes(), np.uint8)
+            if number in resident.slots:
+                for part, slot in zip(plane.split(data), self.residency.bytes_of(resident, number), strict=True):
+                    part[:] = slot
+            elif number == 0 or self.residency.is_somewhere(resident, number):
+                self.residency.read(files_of((resident, number)), number, list(plane.split(data)))
+            else:
+                continue
+            found[number] = data
+        return found
 
-    def take_in(self, namespace: str, name: str, exported: Portable, pages: Callable[[int], bytes], done: Told) -> None:
-        """Import what `export` wrote elsewhere; `pages(i)` are the bytes of its page `i`, checked. Raises Conflict or InvalidRequest."""
+    def take_in(self, namespace: str, name: str, exported: Portable, pages: PlanesOfPage, done: Told) -> None:
+        """Import what `export` wrote elsewhere; `pages(i)` are the bytes of the planes of its page `i`, checked.
+
+        Raises Conflict or InvalidRequest.
+        """
         self._must_be_new(namespace, name)
         if exported.signature != self.tree.signature:
             raise InvalidRequest("it was exported from another model, or with another --kv: it cannot be attended to here")
@@ -306,40 +332,41 @@ class Agents:
         branch = self._attached(Branch(secrets.token_hex(16), owner, self.tree.root(namespace)))
         self._take_in_page(branch, 0, exported, pages, done)
 
-    def _take_in_page(self, branch: Branch, number: int, exported: Portable, pages: Callable[[int], bytes], done: Told) -> None:
+    def _take_in_page(self, branch: Branch, number: int, exported: Portable, pages: PlanesOfPage, done: Told) -> None:
         """One page, then the next: the engine goes on in between, and what has been saved may leave memory for it."""
         tokens = exported.tokens[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS]
         num_rows = exported.rows(number)
         known = branch.parent.children.get(self.tree.key(branch.namespace, branch.parent, tokens)) if num_rows == PAGE_TOKENS else None
-        if known is None and num_rows and self.num_unreserved() < 1:
+        if known is None and num_rows and self.num_unreserved() < self.ledger.planes.num_slots:
             self._wait_for_room(branch, number, exported, pages, done)
             return
-        slot = self.residency.take() if known is None and num_rows else None
-        if len(branch.parent.path()) != number:  # one of them could not be saved, or was damaged, and has left memory: perhaps just now
-            branch.slot = slot
+        data = pages(number) if known is None and num_rows else {}
+        slots = {plane: self.residency.take(plane) for plane in data}
+        if branch.parent.number + 1 != number:  # one of them could not be saved, or was damaged, and has left memory: perhaps just now
+            branch.slots.update(slots)
             self._give_up(branch, done)
             return
-        if slot is not None:
-            self.residency.bytes_of(slot)[:] = np.frombuffer(pages(number), np.uint8)
-        if num_rows < PAGE_TOKENS:
-            branch.tokens, branch.num_rows, branch.slot, branch.turns = tokens, num_rows, slot, exported.turns
+        page = branch if num_rows < PAGE_TOKENS else known or self.tree.add_page(branch.namespace, branch.parent, tokens)
+        page.slots.update(slots)
+        for plane, content in data.items():
+            for slot, part in zip(self.residency.bytes_of(page, plane), self.ledger.planes.planes[plane].split(content), strict=True):
+                slot[:] = part
+        if isinstance(page, Branch):
+            branch.tokens, branch.num_rows, branch.turns = tokens, num_rows, exported.turns
             self._save(branch, done)
             return
-        page = known or self.tree.add_page(branch.namespace, branch.parent, tokens)
-        if known is None:
-            page.slot = slot
-        self.residency.hold(page)
+        self.residency.hold(page, self.ledger.planes.all)
         self.tree.move_branch(branch, page)
         note_named(branch)
         self.ledger.save_page(branch, page)
-        self.residency.release(page)
+        self.residency.release(page, self.ledger.planes.all)
         self.residency.post(lambda: self._take_in_page(branch, number + 1, exported, pages, done))
 
-    def _wait_for_room(self, branch: Branch, number: int, exported: Portable, pages: Callable[[int], bytes], done: Told) -> None:
+    def _wait_for_room(self, branch: Branch, number: int, exported: Portable, pages: PlanesOfPage, done: Told) -> None:
         """Until what waits to be written is written; what is saved may leave memory."""
 
         def written() -> None:
-            if self.num_unreserved() > 0:
+            if self.num_unreserved() >= self.ledger.planes.num_slots:
                 self._take_in_page(branch, number, exported, pages, done)
                 return
             self._give_up(branch, done)
@@ -351,13 +378,13 @@ class Agents:
 
     def _give_up(self, branch: Branch, done: Told) -> None:
         branch.running = False
-        self.residency.release(branch)
+        self.residency.release(branch, self.ledger.planes.all)
         self.ledger.forget_branches([branch])
         done(Overloaded("there is no room to import it, in memory or on disk: try again"))
 
 
 def num_computed(branch: Branch) -> int:
-    return len(branch.parent.path()) * PAGE_TOKENS + branch.num_rows
+    return branch.parent.end + branch.num_rows
 
 
 def is_busy(agent: Agent) -> bool:

@@ -11,15 +11,16 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from rewake.errors import CorruptFile
-from rewake.memory.residency import Arena, Post, Residency
+from rewake.memory.residency import Arena, Piece, Post, Residency, files_of
 from rewake.memory.tree import TOKEN, Agent, Branch, Page, PrefixTree, SavedTurn, to_tokens
 from rewake.memory.value import worth
 from rewake.memory.writer import Amend, Reclaim, SavePage, SaveTurn, Writer
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.planes import PagePlanes
+from rewake.quant import PAGE_TOKENS
 from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Store, StoredFile
 from rewake.store.directory import checksum
 
@@ -38,13 +39,14 @@ SORT_EVERY = 1.0  # seconds for which what is on disk keeps its order by worth: 
 class Ledger:
     """Everything remembered under one signature."""
 
-    def __init__(self, arena: Arena, layout: PageLayout, signature: bytes, store: Store | None, post: Post, trace: Trace | None) -> None:
-        self.layout = layout
+    def __init__(self, arena: Arena, planes: PagePlanes, signature: bytes, store: Store | None, post: Post, trace: Trace | None) -> None:
+        self.planes = planes
         self.store = store
         self.tree = PrefixTree(signature, store.page_secret if store is not None else b"")
-        self.residency = Residency(arena, layout, store, post, self._cost, self._evicted, self._orphaned)
+        self.residency = Residency(arena, planes, store, post, self._cost, self._evicted, self._orphaned)
         self.writer = Writer(store, post, self._store_lost) if store is not None else None
         self.trace = trace or (lambda *_: None)
+        self.saving: set[Page] = set()
         self._pinned: set[Page | Branch] | None = None  # None: to be collected again
         self._to_remove = 0  # bytes that waiting jobs will give back
         self._by_worth: list[Branch] = []
@@ -66,7 +68,7 @@ class Ledger:
             if parent is None:
                 lost.append(p)
                 continue
-            page = Page(p.key, p.namespace, parent, array(TOKEN, p.tokens), p.file)
+            page = Page(p.key, p.namespace, parent, array(TOKEN, p.tokens), p.files)
             parent.children[p.key] = pages[p.namespace, p.key] = page
         for b in snapshot.branches:
             parent = pages.get((b.namespace, b.parent)) if b.parent else self.tree.root(b.namespace)
@@ -89,7 +91,7 @@ class Ledger:
     def _forget_ownerless(self, pages: list[Page], lost: list[PageRecord]) -> None:
         """Forget pages that no branch needs: nobody could ever forget them by name."""
         gone = [p.key for p in lost]
-        files = [p.file for p in lost]
+        files = [f for p in lost for f in p.files]
         for page in reversed(pages):
             self._prune(page, gone, files)
         if gone:
@@ -102,31 +104,38 @@ class Ledger:
         jobs = [self._page_job(branch, branch.parent), self._checkpoint(branch)]
         self._submit(*(job for job in jobs if job is not None))
 
-    def save_page(self, branch: Branch, page: Page, replaced: StoredFile | None = None) -> None:
-        """Write a full page, unless it is on disk; in place of `replaced`, if that held the same tokens."""
+    def save_page(self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = ()) -> None:
+        """Write what of a full page is in memory and not on disk; in place of `replaced`, if those held the same tokens."""
         if (job := self._page_job(branch, page, replaced)) is not None:
             self._submit(job)
 
-    def _page_job(self, branch: Branch, page: Page, replaced: StoredFile | None = None) -> SavePage | None:
-        if self.writer is None or page.file is not None or page.saving:
+    def _page_job(self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = ()) -> SavePage | None:
+        planes = tuple(plane for plane in self.planes.all if plane in page.slots and not page.stored(plane))
+        # without its first plane nothing is there to be named
+        if self.writer is None or not planes or page.saving or not (0 in planes or page.stored(0)):
             return None
-        assert page.slot is not None and page.parent is not None
-        self.residency.hold(page)
-        page.saving = True
+        assert page.parent is not None
+        self.residency.hold(page, planes)
+        page.saving = planes
+        self.saving.add(page)
 
         def done(error: Exception | None) -> None:
-            page.saving = False
-            page.file = job.file if error is None else replaced
+            page.saving = ()
+            self.saving.discard(page)
+            written = [f for f in job.files if f not in job.kept] if error is None else replaced
+            still = [f for f in page.files if f in job.kept]  # others have been found damaged, or computed anew
+            page.files = tuple(sorted((*still, *written), key=lambda f: (f.plane, f.first)))
             if page.forgotten and error is None:  # meanwhile, and with it what the manifest said of it
-                self._forget(Commit(), page.files)
-            self.residency.release(page)
+                self._forget(Commit(), [f for f in page.files if f not in job.kept])
+            self.residency.release(page, planes)
 
         # what the manifest names is never overwritten: until the commit, that is what counts
-        page.file_name = page.file_name or f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
-        data = self.residency.bytes_of(page.slot)
-        old = (replaced,) if replaced else ()
+        if page.files or not page.file_name:
+            page.file_name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
+        data = {plane: self.residency.bytes_of(page, plane) for plane in planes}
+        tokens = page.tokens.tobytes()
         job = SavePage(
-            page.file_name, page.key, page.parent.key, len(page.path()), branch.namespace, page.tokens.tobytes(), data, old, done
+            page.file_name, page.key, page.parent.key, page.number + 1, branch.namespace, tokens, data, page.files, replaced, done
         )
         return job
 
@@ -135,7 +144,7 @@ class Ledger:
             return None
         if branch.owner.pinned:
             self._pinned = None
-        page, turns = branch.parent, array(TOKEN, (t for t in branch.turns if t <= len(branch.parent.path()) * PAGE_TOKENS))
+        page, turns = branch.parent, array(TOKEN, (t for t in branch.turns if t <= branch.parent.end))
 
         def done(error: Exception | None) -> None:
             if error is None and not page.forgotten:
@@ -143,7 +152,7 @@ class Ledger:
 
         record = BranchRecord(branch.id, branch.namespace, branch.agent, page.key, b"", (), branch.created, branch.used, turns.tobytes())
         ancestors = frozenset(p.key for p in page.path())
-        return SaveTurn(record, agent_record(branch.owner), ancestors, 0, 0, self.layout, None, branch.obsolete_files(), done)
+        return SaveTurn(record, agent_record(branch.owner), ancestors, 0, 0, self.planes, {}, branch.obsolete_files(), done)
 
     def save_turn(self, branch: Branch, closed: Callable[[bool], None]) -> None:
         """Write what is not on disk yet of a branch; its pages are, or are on their way. It is held, and `running`, meanwhile."""
@@ -155,9 +164,9 @@ class Ledger:
         if branch.owner.pinned:
             self._pinned = None
         for page in branch.parent.path():
-            if page.slot is not None:
+            if page.slots:
                 self.save_page(branch, page)  # whose write has failed before
-        self.residency.hold(branch)
+        self.residency.hold(branch, self.planes.all)
 
         def done(error: Exception | None) -> None:
             branch.running = False
@@ -168,16 +177,16 @@ class Ledger:
                 self._forget_repeats(branch)
             elif error is None:  # a page before it was lost meanwhile, and its rows with it
                 self._forget(Commit(), job.segments[len(job.branch.segments) :])
-            self.residency.release(branch)
+            self.residency.release(branch, self.planes.all)
             if not is_saved:
                 self._forget_nothing([branch])
             closed(is_saved)
 
-        rows = self.residency.bytes_of(branch.slot) if branch.slot is not None else None
+        rows = {plane: self.residency.bytes_of(branch, plane) for plane in branch.slots}
         ancestors = frozenset(p.key for p in branch.parent.path())
         first, last = branch.saved_rows, branch.num_rows
         owner = agent_record(branch.owner)
-        job = SaveTurn(record_of(branch), owner, ancestors, first, last, self.layout, rows, branch.obsolete_files(), done)
+        job = SaveTurn(record_of(branch), owner, ancestors, first, last, self.planes, rows, branch.obsolete_files(), done)
         self._submit(job)
 
     def save_agent(self, agent: Agent, done: Told) -> None:
@@ -198,19 +207,24 @@ class Ledger:
         """Whether so much waits to be written that nothing more should be computed that is to be written, too."""
         return self.writer is not None and self.writer.waiting_bytes > len(self.residency.arena) // 2
 
-    def adopt(self, branch: Branch, page: Page, slot: int) -> bool:
+    def adopt(self, branch: Branch, page: Page, slots: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
         """A page was computed that is remembered already. What is in the arena wins, so that hot and restored agents attend to the
-        same bytes; what is only on disk is written anew, unless it is equal. True if `slot` is given back."""
-        if page.slot is not None:
-            self.residency.pool.give(slot)
-            return True
-        page.slot = slot
-        old = page.file
-        # an encrypted file's checksum is a tag, and never equal: written anew
-        if old is not None and old.checksum != checksum(self.residency.bytes_of(slot).data):
-            page.file, page.file_name = None, ""
-            self.save_page(branch, page, old)
-        return False
+        same bytes; what is only on disk is written anew, unless it is equal. The planes that are taken from `slots`."""
+        taken = tuple(plane for plane in slots if plane not in page.slots)
+        self.residency.give({plane: own for plane, own in slots.items() if plane not in taken})
+        self.residency.place(page, {plane: slots[plane] for plane in taken})
+        old: list[StoredFile] = []
+        for plane in taken:
+            files = files_of((page, plane))
+            data = [slot.data for slot in self.residency.bytes_of(page, plane)]
+            # an encrypted file's checksum is a tag, and never equal: written anew
+            if not files or (len(files) == 1 and files[0].checksum == checksum(*data)):
+                continue
+            old += files
+        if taken and not page.saving:
+            page.files, page.file_name = tuple(f for f in page.files if f not in old), ""
+            self.save_page(branch, page, tuple(old))
+        return taken
 
     # ---- the disk's budget
 
@@ -234,7 +248,7 @@ class Ledger:
     def make_room_for(self, num_pages: int) -> None:
         """Have room for so many new pages, before they are computed."""
         if self.store is not None:
-            self.make_room(num_pages * self.store.file_bytes(PAGE_TOKENS))
+            self.make_room(num_pages * sum(self.store.file_bytes(PAGE_TOKENS, plane) for plane in self.planes.all))
 
     def _least_worth(self) -> list[Branch]:
         """What to forget next, so that the disk has more room; none if nothing would help."""
@@ -263,7 +277,7 @@ class Ledger:
         """It, if that gives something back; else all that share its last page, unless one of these must stay."""
         if self._own_bytes(branch):
             return [branch]
-        if branch.parent.file is None:  # it is in memory only
+        if not branch.parent.files:  # it is in memory only
             return []
         sharers = [b for page in self.tree.subtree(branch.parent) for b in page.branches]
         return sharers if all(map(can_go, sharers)) else []
@@ -279,15 +293,36 @@ class Ledger:
 
     # ---- leaving
 
-    def _cost(self, resident: Page | Branch) -> float:
-        """What it takes to have it back, in tokens computed. Pinned ones go when there is nothing else."""
+    def _cost(self, resident: Page | Branch, plane: int) -> float:
+        """What it takes to have it back, in tokens computed; 0 if nobody will ask for it. Pinned ones go when there is nothing else."""
+        if isinstance(resident, Page) and not self._is_wanted(resident, plane):
+            return 0.0
         if resident in self.pinned():
             return math.inf
+        saved = resident.stored(plane) >= resident.stored_rows
         if isinstance(resident, Branch):
-            saved, named, sharers = resident.saved_rows == resident.num_rows, resident.agent is not None, 1
+            named, sharers = resident.agent is not None, 1
         else:
-            saved, named, sharers = resident.file is not None, resident.named, max(1, len(resident.children) + len(resident.branches))
+            named, sharers = resident.named, max(1, len(resident.children) + len(resident.branches))
         return (READ_COST if saved else COMPUTE_COST) * (sharers if named else ANONYMOUS)
+
+    def _is_wanted(self, page: Page, number: int) -> bool:
+        """Whether a transcript that is gone on with attends to this plane of a page; or one that begins where others have parted."""
+        plane = self.planes.planes[number]
+        if plane.reach is None:
+            return True
+        return any(self._asking(page, number))
+
+    def _asking(self, page: Page, number: int) -> Iterator[Page | Branch]:
+        """Branches below a page that attend to a plane of it where they go on, and pages at whose end several do."""
+        plane, nodes = self.planes.planes[number], [page]
+        while nodes:
+            node = nodes.pop()
+            yield from (b for b in node.branches if plane.is_needed(page.number, b.next_query))
+            if plane.is_needed(page.number, node.end):
+                if len(node.children) + len(node.branches) > 1:
+                    yield node
+                nodes.extend(node.children.values())
 
     def pinned(self) -> set[Page | Branch]:
         if self._pinned is None:
@@ -303,17 +338,21 @@ class Ledger:
             for resident in residents:
                 self.residency.value_again(resident)
 
-    def _evicted(self, resident: Page | Branch) -> None:
-        """Something left the arena. What was never saved is no longer remembered."""
-        if resident.forgotten:
+    def _evicted(self, resident: Page | Branch, plane: int) -> None:
+        """A plane left the arena. What was never saved is no longer remembered."""
+        if resident.forgotten or resident.stored(plane) >= resident.stored_rows:
+            if isinstance(resident, Branch) and not resident.forgotten and is_nothing(resident):
+                self.forget_branches([resident])
             return
         if isinstance(resident, Branch):
-            if resident.saved_rows < resident.num_rows:
-                cut_to_saved(resident)
+            cut_to_saved(resident)
+            self.residency.vacate_unneeded(resident)
             if is_nothing(resident):
                 self.forget_branches([resident])
-        elif resident.file is None:
+        elif self.planes.planes[plane].reach is None:
             self._cut(resident)
+        elif self.writer is None:  # whoever needed it would have to begin anew
+            self.forget_branches([b for b in self._asking(resident, plane) if isinstance(b, Branch) and not (b.running or b.refs)])
 
     def _orphaned(self, page: Page) -> None:
         gone: list[bytes] = []
@@ -321,17 +360,26 @@ class Ledger:
         self._prune(page, gone, files)
         self._forget(Commit(gone_pages=tuple(gone)), files)
 
-    def discard(self, resident: Page | Branch, error: CorruptFile) -> None:
-        """A file is not what was written: it, and all that was computed behind it, is no longer remembered."""
-        if resident.forgotten or resident.slot is not None:  # somebody else has seen it first
+    def discard(self, piece: Piece, error: CorruptFile) -> None:
+        """A file is not what was written: it, and all that was computed behind it, is no longer remembered.
+
+        Where later tokens do not attend to it, they stay.
+        """
+        resident, plane = piece
+        if resident.forgotten or plane in resident.slots or not files_of(piece):  # somebody else has seen it first
             return
         log.warning("%s: it is put aside, and what it held will be computed again", error)
-        damaged = tuple(resident.files)
-        if isinstance(resident, Page):
+        damaged = files_of(piece)
+        if isinstance(resident, Branch):
+            rest = [f for f in resident.files if f not in damaged]
+            empty(resident)
+            self._drop_rows(resident)
+            self._forget(Commit(branches=(record_of(resident),)), rest, damaged)
+        elif plane == 0 or self.planes.planes[plane].reach is None:
             self._cut(resident, damaged)
         else:
-            empty(resident)
-            self._forget(Commit(branches=(record_of(resident),)), (), damaged)
+            resident.files, resident.file_name = tuple(f for f in resident.files if f not in damaged), ""
+            self._forget(Commit(pages=(page_record(resident),)), (), damaged)
 
     def _cut(self, page: Page, damaged: tuple[StoredFile, ...] = ()) -> None:
         """Take `page` and all below it out of the tree; branches there end before it. What of it is on disk goes, too.
@@ -378,6 +426,7 @@ class Ledger:
         """What is in its slot are not its rows any more. Whoever is at it, a write for example, may still look at them."""
         if branch.running and branch.refs:
             branch.stale = True
+            self.residency.vacate_unneeded(branch)
         else:
             self.residency.vacate(branch)
 
@@ -450,33 +499,31 @@ class Ledger:
         log.warning("the directory of memories was deleted: what is in memory is saved again")
         residents = list(self.tree.residents())
         for resident in residents:
-            is_there = all(map(self.store.holds, resident.files))
+            there = tuple(f for f in resident.files if self.store.holds(f))
             if isinstance(resident, Branch):
                 resident.saved = None
-                resident.segments = resident.segments if is_there else []
-            elif not is_there:
-                resident.file = None
+                resident.segments = list(there) if len(there) == len(resident.segments) else []
+            else:
+                resident.files = there if any(f.plane == 0 for f in there) else ()
         for page in residents:
-            if (
-                isinstance(page, Page)
-                and not page.files
-                and page not in self.residency.loading
-                and page.slot is None
-                and not page.forgotten
-                and not page.refs
-            ):
+            if isinstance(page, Page) and not (page.forgotten or page.refs) and not self._is_anywhere(page):
                 self._cut(page)
-        pages = [page_record(r) for r in self.tree.residents() if isinstance(r, Page) and r.file is not None]
+        pages = [page_record(r) for r in self.tree.residents() if isinstance(r, Page) and r.files]
         self.writer.submit(Amend(Commit(pages=tuple(pages)), (), lambda _: None))
         agents = list(self.tree.agents.values())
         for agent in agents:
             self.save_agent(agent, lambda _: None)
         for branch in [b for a in agents for b in a.branches]:
             if not (branch.running or branch.forgotten):  # to make room for another one
-                if branch.slot is None and branch.saved_rows < branch.num_rows:
+                if not self.residency.is_hot(branch, self.planes.all) and branch.saved_rows < branch.num_rows:
                     cut_to_saved(branch)
+                    self.residency.vacate(branch)
                 branch.running = True
                 self.save_turn(branch, lambda _: None)
+
+    def _is_anywhere(self, page: Page) -> bool:
+        """Whether all that is needed of a page for ever, and its first plane, is in memory or on disk."""
+        return all(self.residency.is_somewhere(page, plane) for plane in self.planes.all if plane == 0 or plane not in self.planes.fleeting)
 
     # ---- adding up
 
@@ -487,9 +534,12 @@ class Ledger:
         branches = [r for r in residents if isinstance(r, Branch)]
         for branch in branches:
             assert branch.num_rows <= len(branch.tokens) and len(branch.tokens) <= PAGE_TOKENS + branch.running
-            assert branch.slot is not None or branch.saved_rows == branch.num_rows or branch.running
+            assert branch.saved_rows == branch.num_rows or branch.running or self.residency.is_hot(branch, self.planes.all)
         for resident in residents:
-            assert (resident in self.residency.cached) == (resident.slot is not None and resident.refs == 0)
+            assert sum(resident.needs.values()) == 0 or resident.refs
+            for plane in self.planes.all:
+                is_cached = plane in resident.slots and not resident.needs.get(plane)
+                assert ((resident, plane) in self.residency.cached) == is_cached
         assert set(branches) == set(chain.from_iterable(a.branches for a in self.tree.agents.values()))
         assert self._to_remove >= 0
 
@@ -521,8 +571,8 @@ def agent_record(agent: Agent) -> tuple[AgentRecord, ...]:
 
 
 def page_record(page: Page) -> PageRecord:
-    assert page.parent is not None and page.file is not None
-    return PageRecord(page.key, page.parent.key, len(page.path()), page.namespace, page.tokens.tobytes(), page.file)
+    assert page.parent is not None and page.files
+    return PageRecord(page.key, page.parent.key, page.number + 1, page.namespace, page.tokens.tobytes(), page.files)
 
 
 def note_named(branch: Branch) -> None:
@@ -567,4 +617,4 @@ def repeats(older: Branch, newer: Branch) -> bool:
 
 def name_of(resident: Page | Branch) -> str:
     """The page's name in a trace."""
-    return resident.key.hex() if isinstance(resident, Page) else f"{resident.id}:{len(resident.parent.path())}"
+    return resident.key.hex() if isinstance(resident, Page) else f"{resident.id}:{resident.parent.number + 1}"

@@ -1,7 +1,8 @@
 """An agent in one file, to take to another machine: a tar of safetensors files, with `agent.json` in front.
 
-    agent.json              format, signature, name, tokens, turns, and each page's checksum
-    0000.safetensors ...    pages, as they lie in a directory of memories; the last may have fewer rows
+    agent.json              format, signature, name, tokens, turns, and each file's checksum
+    0000.safetensors ...    the first plane of each page, as it lies in a directory of memories; the last may have fewer rows
+    0000.1.safetensors ...  other planes, if a page has more than one: those that are still there
 
 Not encrypted, whatever the directory is: it is for its owner. Knows bytes; no tree and no arena.
 """
@@ -24,11 +25,15 @@ import numpy.typing as npt
 
 from rewake.errors import InvalidRequest
 from rewake.memory.tree import TOKEN
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.planes import PagePlanes
+from rewake.quant import PAGE_TOKENS
 from rewake.spec import ModelCacheSpec
 from rewake.store.directory import checksum, file_header
 
-__all__ = ["FORMAT", "Portable", "read_portable", "write_portable"]
+__all__ = ["FORMAT", "Bytes", "PlanesOfPage", "Portable", "read_portable", "write_portable"]
+
+Bytes = npt.NDArray[np.uint8]
+PlanesOfPage = Callable[[int], dict[int, Bytes]]  # the bytes of each plane of the page of that number
 
 FORMAT = "rewake-agent-1"
 MOST_TEXT = 64 * 2**20  # bytes of `agent.json`, and of a page's header: nobody's transcript needs as much
@@ -53,10 +58,17 @@ class Portable:
         return -(-self.num_computed // PAGE_TOKENS)
 
 
-def write_portable(path: Path, about: Portable, layout: PageLayout, pages: Iterable[npt.NDArray[np.uint8]]) -> None:
-    """Write the file; `pages` are the bytes of whole pages. Raises OSError."""
+def write_portable(path: Path, about: Portable, planes: PagePlanes, pages: Iterable[dict[int, Bytes]]) -> None:
+    """Write the file; `pages` are the bytes of whole pages' planes. Raises OSError."""
     with ExitStack() as stack:
-        parts = [segment_of(page, layout, about.rows(i)) for i, page in enumerate(pages)]
+        parts = {
+            (page, plane): segment_of(data, planes, plane, about.rows(page))
+            for page, found in enumerate(pages)
+            for plane, data in found.items()
+        }
+        sums: dict[int, dict[int, str]] = {plane: {} for plane in planes.all}
+        for (page, plane), part in parts.items():
+            sums[plane][page] = checksum(part.data).hex()
         text = {
             "format": FORMAT,
             "signature": about.signature.hex(),
@@ -65,17 +77,24 @@ def write_portable(path: Path, about: Portable, layout: PageLayout, pages: Itera
             "tokens": list(about.tokens),
             "turns": list(about.turns),
             "num_computed": about.num_computed,
-            "xxh3_128": [checksum(part.data).hex() for part in parts],
+            "xxh3_128": list(sums.pop(0).values()),
+            **({"planes": sums} if sums else {}),
         }
         tar = stack.enter_context(tarfile.open(path, "w"))
         add(tar, "agent.json", json.dumps(text).encode())
-        for i, part in enumerate(parts):
-            add(tar, f"{i:04}.safetensors", file_header(layout.with_rows(about.rows(i)), {"page": str(i)}) + part.tobytes())
+        for (page, plane), part in parts.items():
+            header = file_header(planes.planes[plane], about.rows(page), {"page": str(page)})
+            add(tar, file_name(page, plane), header + part.tobytes())
 
 
-def segment_of(page: npt.NDArray[np.uint8], layout: PageLayout, rows: int) -> npt.NDArray[np.uint8]:
-    segment = np.empty(layout.with_rows(rows).page_bytes, np.uint8)
-    layout.copy_rows(page, 0, segment, rows, out=True)
+def file_name(page: int, plane: int) -> str:
+    return f"{page:04}.{plane}.safetensors" if plane else f"{page:04}.safetensors"
+
+
+def segment_of(data: Bytes, planes: PagePlanes, plane: int, rows: int) -> Bytes:
+    """The first rows of a whole plane."""
+    segment = np.empty(planes.planes[plane].num_bytes(rows), np.uint8)
+    planes.planes[plane].copy_rows(list(planes.planes[plane].split(data)), 0, segment, rows, out=True)
     return segment
 
 
@@ -85,24 +104,42 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def read_portable(file: IO[bytes], layout: PageLayout, spec: ModelCacheSpec | None = None) -> tuple[Portable, Callable[[int], bytes]]:
-    """What `write_portable` wrote, all of it checked, and the bytes of its whole pages by number. Raises InvalidRequest.
+def read_portable(file: IO[bytes], planes: PagePlanes, spec: ModelCacheSpec | None = None) -> tuple[Portable, PlanesOfPage]:
+    """What `write_portable` wrote, all of it checked, and the planes of its whole pages by number. Raises InvalidRequest.
 
     With `spec`, transcripts that no sequence of that model can have are refused, too.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             text = json.loads(content_of(tar, "agent.json", MOST_TEXT))
-            about, sums = parse(text), [bytes.fromhex(s) for s in text["xxh3_128"]]
+            about, sums = parse(text), sums_of(text, planes)
             if spec is not None:
                 check_possible(about, spec)
-            most = layout.page_bytes + MOST_TEXT
-            segments = [content_of(tar, f"{i:04}.safetensors", most) for i in range(about.num_pages)]
+            if len(text["xxh3_128"]) != about.num_pages:
+                raise InvalidRequest(f"it says it has {len(text['xxh3_128'])} pages, and has {about.num_pages}")
+            segments = {
+                (page, plane): content_of(tar, file_name(page, plane), planes.planes[plane].num_bytes() + MOST_TEXT) for page, plane in sums
+            }
     except InvalidRequest:
         raise
-    except (tarfile.TarError, EOFError, KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (tarfile.TarError, EOFError, KeyError, ValueError, TypeError, OverflowError, RecursionError, AttributeError) as error:
         raise InvalidRequest(f"it is not a file that `rewake agents export` wrote: {error}") from error
-    return about, whole_pages(about, sums, segments, layout)
+    return about, whole_pages(about, sums, segments, planes)
+
+
+def sums_of(text: dict[str, Any], planes: PagePlanes) -> dict[tuple[int, int], bytes]:
+    """The checksum of each plane of each page. Raises InvalidRequest if there are not those that every later token attends to."""
+    num_pages = len(text["xxh3_128"])
+    sums = {(page, 0): bytes.fromhex(s) for page, s in enumerate(text["xxh3_128"])}
+    for plane in planes.all[1:]:
+        for page, s in text["planes"][str(plane)].items():
+            if not 0 <= int(page) < num_pages:
+                raise InvalidRequest(f"it has planes of a page {page}, which it has not")
+            sums[int(page), plane] = bytes.fromhex(s)
+    for plane in planes.all:
+        if plane not in planes.fleeting and any((page, plane) not in sums for page in range(num_pages)):
+            raise InvalidRequest("some of its pages are not whole")
+    return sums
 
 
 def check_possible(about: Portable, spec: ModelCacheSpec) -> None:
@@ -113,24 +150,28 @@ def check_possible(about: Portable, spec: ModelCacheSpec) -> None:
         raise InvalidRequest("its tokens are not those of this model")
 
 
-def whole_pages(about: Portable, sums: list[bytes], segments: list[bytes], layout: PageLayout) -> Callable[[int], bytes]:
-    if len(sums) != len(segments):
-        raise InvalidRequest(f"it says it has {len(sums)} pages, and has {len(segments)}")
-    data = []
-    for i, (segment, expected) in enumerate(zip(segments, sums, strict=True)):
+def whole_pages(
+    about: Portable, sums: dict[tuple[int, int], bytes], segments: dict[tuple[int, int], bytes], planes: PagePlanes
+) -> PlanesOfPage:
+    data: dict[tuple[int, int], memoryview] = {}
+    for (page, plane), segment in segments.items():
         begin = 8 + int.from_bytes(segment[:8], "little")
-        data.append(memoryview(segment)[begin:])
-        if len(data[-1]) != layout.with_rows(about.rows(i)).page_bytes:
-            raise InvalidRequest(f"its page {i} is not of the shape this model's pages have: it is of another model, or another --kv")
-        if checksum(data[-1]) != expected:
-            raise InvalidRequest(f"its page {i} is damaged")
+        part = data[page, plane] = memoryview(segment)[begin:]
+        if len(part) != planes.planes[plane].num_bytes(about.rows(page)):
+            raise InvalidRequest(f"its page {page} is not of the shape this model's pages have: it is of another model, or another --kv")
+        if checksum(part) != sums[page, plane]:
+            raise InvalidRequest(f"its page {page} is damaged")
 
-    def page(number: int) -> bytes:
-        whole = np.zeros(layout.page_bytes, np.uint8)
-        layout.copy_rows(whole, 0, np.frombuffer(data[number], np.uint8), about.rows(number), out=False)
-        return whole.tobytes()
+    def whole(number: int) -> dict[int, Bytes]:
+        found = {}
+        for number_of_plane, plane in enumerate(planes.planes):
+            if (number, number_of_plane) in data:
+                found[number_of_plane] = np.zeros(plane.num_bytes(), np.uint8)
+                segment = np.frombuffer(data[number, number_of_plane], np.uint8)
+                plane.copy_rows(list(plane.split(found[number_of_plane])), 0, segment, about.rows(number), out=False)
+        return found
 
-    return page
+    return whole
 
 
 def parse(text: dict[str, Any]) -> Portable:

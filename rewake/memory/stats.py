@@ -11,7 +11,10 @@ __all__ = ["Stats", "stats_of"]
 
 @dataclass(frozen=True)
 class Stats:
-    """Bytes written and read count since the start; without a directory all that is about disks is 0. Costs are None until measured."""
+    """Bytes written and read count since the start; without a directory all that is about disks is 0. Costs are None until measured.
+
+    `pages_*` count slots of the arena: a page of some models takes several.
+    """
 
     agents: int
     arena_bytes: int
@@ -32,7 +35,7 @@ class Stats:
 def stats_of(ledger: Ledger) -> Stats:
     """Only agents that have a name are counted, as only they are listed."""
     residency, store, writer = ledger.residency, ledger.store, ledger.writer
-    free, cached, loading = residency.pool.num_free, len(residency.cached), len(residency.loading)
+    free, cached, loading = residency.pool.num_free, residency.num_cached, sum(len(slots) for slots, _ in residency.loading.values())
     return Stats(
         agents=sum(name is not None for _, name in ledger.tree.agents),
         arena_bytes=len(residency.arena),

@@ -78,34 +78,45 @@ class Agent:
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """Something that occupies a slot of the arena while it is hot.
+    """Something that occupies slots of the arena, plane by plane, while it is hot.
 
-    `refs` counts sequences and writes that need it there. With none it is merely cached, and may be evicted.
+    `refs` counts sequences and writes that are at it, `needs` for each plane those of them that need it there. Without any a plane
+    is merely cached, and may be evicted.
     """
 
-    slot: int | None = field(default=None, init=False)
+    slots: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)  # of each plane that is in the arena
     refs: int = field(default=0, init=False)
-    forgotten: bool = field(default=False, init=False)  # out of the tree: its slot is given back with the last need
-    stale: bool = field(default=False, init=False)  # what is in its slot are not its rows any more: as above
+    needs: dict[int, int] = field(default_factory=dict, init=False)
+    forgotten: bool = field(default=False, init=False)  # out of the tree: its slots are given back with the last need
+    stale: bool = field(default=False, init=False)  # what is in its slots are not its rows any more: as above
 
 
 @dataclass(eq=False, slots=True)
 class Page(Resident):
-    """256 tokens and their K/V; immutable. `file` is None until it is saved. The root is a page without tokens.
+    """256 tokens and their K/V; immutable. `files` are its planes on disk. The root is a page without tokens.
 
-    `named`: somebody who says who they are has it in a transcript. `saving`: it is on its way to the disk, as `file_name`.
+    `named`: somebody who says who they are has it in a transcript. `saving`: planes on their way to the disk, as `file_name`.
     """
 
     key: bytes
     namespace: str
     parent: Page | None
     tokens: array[int]
-    file: StoredFile | None = None
+    files: tuple[StoredFile, ...] = ()
     children: dict[bytes, Page] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     named: bool = False
-    saving: bool = False
+    saving: tuple[int, ...] = ()
     file_name: str = ""
+    number: int = field(init=False)  # among the pages of its transcripts; -1: the root
+
+    def __post_init__(self) -> None:
+        self.number = self.parent.number + 1 if self.parent is not None else -1
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return (self.number + 1) * PAGE_TOKENS
 
     @property
     def is_orphan(self) -> bool:
@@ -125,9 +136,9 @@ class Page(Resident):
     def stored_rows(self) -> int:
         return PAGE_TOKENS
 
-    @property
-    def files(self) -> list[StoredFile]:
-        return [] if self.file is None else [self.file]
+    def stored(self, plane: int) -> int:
+        """How many rows of a plane are on disk."""
+        return sum(f.rows for f in self.files if f.plane == plane)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -145,8 +156,8 @@ class Branch(Resident):
     """One transcript, ending in a page that is not full: `tokens` are those behind `parent`.
 
     The first `num_rows` of them have K/V. A last one may not: it was sampled, but never computed on.
-    `segments` hold rows [0, saved_rows) on disk. `running` says that a sequence is appending to it, that the turn it
-    has appended is still being saved, or that it is being exported: nobody else may go on with it.
+    `segments` hold rows [0, saved_rows) on disk, each plane in files of its own. `running` says that a sequence is appending to it,
+    that the turn it has appended is still being saved, or that it is being exported: nobody else may go on with it.
     `turns` are the lengths of the transcript at which answers ended.
     """
 
@@ -172,7 +183,7 @@ class Branch(Resident):
 
     @property
     def saved_rows(self) -> int:
-        return sum(s.rows for s in self.segments)
+        return sum(s.rows for s in self.segments if s.plane == 0)
 
     def note_saved(self) -> None:
         """The manifest has it as it is."""
@@ -187,8 +198,16 @@ class Branch(Resident):
         return self.num_rows
 
     @property
-    def files(self) -> list[StoredFile]:
-        return self.segments
+    def files(self) -> tuple[StoredFile, ...]:
+        return tuple(self.segments)
+
+    def stored(self, plane: int) -> int:
+        return sum(s.rows for s in self.segments if s.plane == plane)
+
+    @property
+    def next_query(self) -> int:
+        """The first position that is computed when it is gone on with."""
+        return self.parent.end + min(self.num_rows, len(self.tokens) - 1)
 
     def transcript(self) -> array[int]:
         """All token ids, from the first."""
@@ -200,7 +219,7 @@ class Branch(Resident):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.parent.path()) * PAGE_TOKENS + len(self.tokens)
+        return self.parent.end + len(self.tokens)
 
 
 @dataclass(frozen=True)

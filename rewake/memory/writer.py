@@ -19,7 +19,8 @@ import numpy as np
 
 from rewake.errors import StoreError, StoreLost
 from rewake.memory.residency import Arena, Post
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.planes import PagePlanes
+from rewake.quant import PAGE_TOKENS
 from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Store, StoredFile
 
 __all__ = ["Amend", "Job", "Reclaim", "SavePage", "SaveTurn", "Writer"]
@@ -38,6 +39,11 @@ class Job(Protocol):
         """Rows that it writes."""
         ...
 
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Of which planes."""
+        ...
+
     def write(self, store: Store) -> Commit: ...
 
     @property
@@ -48,7 +54,7 @@ class Job(Protocol):
 
 @dataclass(eq=False)
 class SavePage:
-    """A full page, in place of one of the same tokens if there are `replaced`. `file` is there when it is done."""
+    """Planes of a full page, in place of those of the same tokens in `replaced`. `files` are all it has when that is done."""
 
     name: str
     key: bytes
@@ -56,29 +62,38 @@ class SavePage:
     depth: int
     namespace: str
     tokens: bytes
-    data: Arena
+    data: dict[int, list[Arena]]  # of each plane that is written, what each of its slots holds
+    kept: tuple[StoredFile, ...]
     replaced: tuple[StoredFile, ...]
     done: Callable[[Exception | None], None]
-    file: StoredFile | None = None
+    files: tuple[StoredFile, ...] = ()
     num_rows: int = PAGE_TOKENS
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        return tuple(self.data)
 
     def write(self, store: Store) -> Commit:
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
-        self.file = store.write(self.name, self.data.data, 0, PAGE_TOKENS, about)
-        return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.file),))
+        written = [
+            store.write(plane_name(self.name, plane), [slot.data for slot in slots], 0, PAGE_TOKENS, about, plane)
+            for plane, slots in self.data.items()
+        ]
+        self.files = tuple(sorted((*self.kept, *written), key=lambda f: (f.plane, f.first)))
+        return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.files),))
 
 
 @dataclass(eq=False)
 class SaveTurn:
-    """A branch as it stands after a turn: rows [first, last) of its page go into a new segment."""
+    """A branch as it stands after a turn: rows [first, last) of its page go into a new segment of each plane."""
 
     branch: BranchRecord  # with the segments there are already
     owner: tuple[AgentRecord, ...]
     ancestors: frozenset[bytes]
     first: int
     last: int
-    layout: PageLayout
-    page: Arena | None
+    layout: PagePlanes
+    page: dict[int, list[Arena]]
     replaced: tuple[StoredFile, ...]
     done: Callable[[Exception | None], None]
     segments: tuple[StoredFile, ...] = field(default=(), init=False)
@@ -87,18 +102,27 @@ class SaveTurn:
     def num_rows(self) -> int:
         return self.last - self.first
 
+    @property
+    def planes(self) -> tuple[int, ...]:
+        return self.layout.all
+
     def write(self, store: Store) -> Commit:
         b = self.branch
         self.segments = b.segments
         if self.num_rows > 0:
-            assert self.page is not None
-            data = np.empty(self.layout.with_rows(self.num_rows).page_bytes, np.uint8)
-            self.layout.copy_rows(self.page, self.first, data, self.num_rows, out=True)
             # the nonce: a segment never overwrites one that the manifest may still name
             name = f"segments/{b.id[:2]}/{b.id}-{self.first}-{secrets.token_hex(4)}.safetensors"
             about = {"branch": b.id, "parent": b.parent.hex(), "namespace": b.namespace, "tokens": b.tokens.hex()}
-            self.segments += (store.write(name, data.data, self.first, self.num_rows, about),)
+            for number, plane in enumerate(self.layout.planes):
+                data = np.empty(plane.num_bytes(self.num_rows), np.uint8)
+                plane.copy_rows(self.page[number], self.first, data, self.num_rows, out=True)
+                self.segments += (store.write(plane_name(name, number), [data.data], self.first, self.num_rows, about, number),)
         return Commit(branches=(replace(b, segments=self.segments),), agents=self.owner)
+
+
+def plane_name(name: str, plane: int) -> str:
+    """The first plane's file has the plain name."""
+    return name.replace(".safetensors", f".{plane}.safetensors") if plane else name
 
 
 @dataclass(eq=False)
@@ -110,6 +134,7 @@ class Amend:
     done: Callable[[Exception | None], None]
     damaged: tuple[StoredFile, ...] = ()
     num_rows: int = 0
+    planes: tuple[int, ...] = ()
 
     def write(self, store: Store) -> Commit:
         for file in self.damaged:
@@ -124,6 +149,7 @@ class Reclaim:
     wanted: int
     replaced: tuple[StoredFile, ...] = ()
     num_rows: int = 0
+    planes: tuple[int, ...] = ()
 
     def write(self, store: Store) -> Commit:
         store.reclaim(self.wanted)
@@ -138,6 +164,7 @@ class Resume:
 
     replaced: tuple[StoredFile, ...] = ()
     num_rows: int = 0
+    planes: tuple[int, ...] = ()
 
     def write(self, store: Store) -> Commit:
         return Commit()
@@ -173,7 +200,7 @@ class Writer:
             self._waiting.notify()
 
     def size_of(self, job: Job) -> int:
-        return self.store.file_bytes(job.num_rows) if job.num_rows else 0
+        return sum(self.store.file_bytes(job.num_rows, plane) for plane in job.planes) if job.num_rows else 0
 
     def barrier(self, reached: Callable[[], None]) -> None:
         """Call `reached` on the engine thread once all that was handed over before is on disk, or has failed."""
@@ -257,7 +284,7 @@ class Writer:
         if isinstance(job, SavePage):
             if error is None:
                 self._unsaved_pages.discard(job.key)
-            elif not job.replaced:
+            elif not (job.replaced or job.kept):
                 self._unsaved_pages.add(job.key)
 
     def _report(self, job: Job, error: Exception | None) -> None:

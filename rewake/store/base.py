@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ __all__ = ["AgentRecord", "BranchRecord", "Commit", "PageRecord", "Snapshot", "S
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Rows [first, first + rows) of a page, in a file of its own.
+    """Rows [first, first + rows) of a plane of a page, in a file of its own.
 
     `name` is relative to the directory; the data are `size` bytes at `offset`, and `checksum` is their xxh3-128.
     Where they are encrypted, `checksum` is the cipher's tag, and `secret` the file's own key, wrapped.
@@ -24,6 +24,7 @@ class StoredFile:
     size: int
     checksum: bytes
     secret: bytes = b""
+    plane: int = 0
 
     @property
     def file_bytes(self) -> int:
@@ -46,14 +47,17 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class PageRecord:
-    """A full page: `tokens` are int32, little-endian; `depth` is 1 for the first page of a transcript."""
+    """A full page: `tokens` are int32, little-endian; `depth` is 1 for the first page of a transcript.
+
+    `files` hold its planes, in order; the first plane is always there.
+    """
 
     key: bytes
     parent: bytes
     depth: int
     namespace: str
     tokens: bytes
-    file: StoredFile
+    files: tuple[StoredFile, ...]
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Commit:
     gone_agents: tuple[str, ...] = ()
 
     def file_names(self) -> set[str]:
-        return {p.file.name for p in self.pages} | {s.name for b in self.branches for s in b.segments}
+        return {f.name for p in self.pages for f in p.files} | {s.name for b in self.branches for s in b.segments}
 
 
 @dataclass(frozen=True)
@@ -115,15 +119,17 @@ class Store(Protocol):
 
     def load(self) -> Snapshot: ...
 
-    def write(self, name: str, data: memoryview, first: int, rows: int, about: Mapping[str, str]) -> StoredFile:
-        """Put rows [first, first + rows) of a page into a new file; `about` is for people and for rebuilding the manifest.
+    def write(self, name: str, data: Sequence[memoryview], first: int, rows: int, about: Mapping[str, str], plane: int = 0) -> StoredFile:
+        """Put rows [first, first + rows) of a plane into a new file; `about` is for people and for rebuilding the manifest.
+
+        `data` are the file's, in parts that lie one behind the other.
 
         `about` names the namespace. Raises DiskFull where the budget or the disk has no room for it.
         """
         ...
 
-    def file_bytes(self, rows: int) -> int:
-        """What a file of `rows` rows takes."""
+    def file_bytes(self, rows: int, plane: int = 0) -> int:
+        """What a file of `rows` rows of a plane takes."""
         ...
 
     def commit(self, commit: Commit) -> None:
@@ -142,8 +148,8 @@ class Store(Protocol):
         """Whether the file is there; not whether it is sound."""
         ...
 
-    def read(self, file: StoredFile, into: memoryview) -> None:
-        """Fill `into` with the data. Raises CorruptFile if they are not, byte for byte, what was written."""
+    def read(self, file: StoredFile, *into: memoryview) -> None:
+        """Fill `into`, one behind the other, with the data. Raises CorruptFile if they are not, byte for byte, what was written."""
         ...
 
     def quarantine(self, file: StoredFile) -> None: ...

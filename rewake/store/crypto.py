@@ -13,7 +13,7 @@ import base64
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -106,15 +106,15 @@ class Cipher:
 
     # ---- the data of files
 
-    def seal_file(self, namespace: str, data: memoryview, about: bytes) -> tuple[bytes, bytes, bytes]:
+    def seal_file(self, namespace: str, data: Sequence[memoryview], about: bytes) -> tuple[list[bytes], bytes, bytes]:
         """The data sealed under a key of their own, the tag, and the secret: that key, wrapped, and whose it is."""
         key = secrets.token_bytes(KEY_BYTES)
         sealing = ciphers.Cipher(ciphers.algorithms.AES(key), ciphers.modes.GCM(ONCE)).encryptor()
         sealing.authenticate_additional_data(about)
-        sealed = sealing.update(data) + sealing.finalize()
+        sealed = [*map(sealing.update, data), sealing.finalize()]
         return sealed, sealing.tag, self.seal(namespace, key, about) + self._keys_of(namespace).sealed
 
-    def open_file(self, secret: bytes, tag: bytes, data: memoryview, about: bytes) -> None:
+    def open_file(self, secret: bytes, tag: bytes, data: Sequence[memoryview], about: bytes) -> None:
         """Where they lie: no copy. If they turn out not to be authentic, what lies there then is worth nothing."""
         namespace = self._namespace(secret[WRAPPED_BYTES:])
         key = self.open(namespace, secret[:WRAPPED_BYTES], about)
@@ -122,7 +122,8 @@ class Cipher:
         def decrypt() -> None:
             opening = ciphers.Cipher(ciphers.algorithms.AES(key), ciphers.modes.GCM(ONCE, tag)).decryptor()
             opening.authenticate_additional_data(about)
-            opening.update_into(data, data)
+            for part in data:
+                opening.update_into(part, part)
             opening.finalize()
 
         authentic("its data", decrypt)

@@ -1,4 +1,4 @@
-"""A directory of memories: one safetensors file for each page and segment, and the manifest beside them.
+"""A directory of memories: one safetensors file for each plane of a page or segment, and the manifest beside them.
 
     DIR/manifest.sqlite   what counts: nothing is remembered that is not in it
     DIR/pages/ab/KEY-NONCE.safetensors, DIR/segments/ab/BRANCH-FIRST-NONCE.safetensors
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +23,8 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from rewake.errors import CorruptFile, DirectoryLocked, DiskFull, StoreError, StoreLost
-from rewake.quant import PAGE_TOKENS, PageLayout
+from rewake.planes import PagePlanes, Plane
+from rewake.quant import PAGE_TOKENS
 from rewake.store.base import Commit, Snapshot, StoredFile
 from rewake.store.crypto import ALGORITHM, Cipher, fields
 from rewake.store.files import Files
@@ -41,16 +42,28 @@ FREE_FLOOR = 512 * 2**20  # bytes left free for everybody else
 log = logging.getLogger(__name__)
 
 
-def checksum(data: memoryview | bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+def checksum(*parts: memoryview | bytes) -> bytes:
+    """Of the parts one behind the other."""
+    if len(parts) == 1:
+        return xxhash.xxh3_128_digest(parts[0])
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
-def file_header(layout: PageLayout, about: Mapping[str, str]) -> bytes:
-    """A safetensors header (length, then JSON padded with spaces) for the bytes of a page or segment of `layout`."""
+def file_header(plane: Plane, rows: int, about: Mapping[str, str]) -> bytes:
+    """A safetensors header (length, then JSON padded with spaces) for the bytes of `rows` rows of `plane`."""
     tensors: dict[str, object] = {"__metadata__": {"format": FORMAT, **about}}
-    for layer, field, at in layout.arrays():
-        shape = [layout.kv_heads, layout.rows, field.width]
-        tensors[f"{layer}.{field.name}"] = {"dtype": field.dtype, "shape": shape, "data_offsets": [at, at + layout.field_bytes(field)]}
+    layout = plane.slot.with_rows(rows)
+    for slot in range(plane.num_slots):
+        for layer, field, at in layout.arrays():
+            begin = slot * layout.page_bytes + at
+            tensors[f"{plane.layers[slot * layout.layers + layer]}.{field.name}"] = {
+                "dtype": field.dtype,
+                "shape": [layout.kv_heads, rows, field.width],
+                "data_offsets": [begin, begin + layout.field_bytes(field)],
+            }
     text = json.dumps(tensors, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // BLOCK) * BLOCK - 8
     return length.to_bytes(8, "little") + text.ljust(length)
@@ -63,7 +76,7 @@ class Directory:
         self,
         path: Path,
         signature: bytes,
-        layout: PageLayout,
+        planes: PagePlanes,
         *,
         budget: int = UNLIMITED,
         free_floor: int = FREE_FLOOR,
@@ -77,7 +90,7 @@ class Directory:
         """
         self.path = path
         self.signature = signature
-        self.layout = layout
+        self.planes = planes
         self.budget = budget
         self.free_floor = free_floor
         self.bytes_written = 0
@@ -117,7 +130,7 @@ class Directory:
 
     def _stray_bytes(self) -> int:
         """Where there was no manifest, files that are there all the same are nobody's, or will be named again; they take room."""
-        names = self._files_in(*FOLDERS) if self._index.is_new else ()
+        names = set(self._files_in(*FOLDERS)) - self._index.file_names() if self._index.is_new else ()
         return sum((self.path / name).stat().st_size for name in names)
 
     def load(self) -> Snapshot:
@@ -130,41 +143,42 @@ class Directory:
 
     # ---- writing
 
-    def write(self, name: str, data: memoryview, first: int, rows: int, about: Mapping[str, str]) -> StoredFile:
+    def write(self, name: str, data: Sequence[memoryview], first: int, rows: int, about: Mapping[str, str], plane: int = 0) -> StoredFile:
         target = self.path / name
-        header = file_header(self.layout.with_rows(rows), about if self._cipher is None else {"encryption": ALGORITHM})
-        self._check_room(len(header) + len(data))
+        header = file_header(self.planes.planes[plane], rows, about if self._cipher is None else {"encryption": ALGORITHM})
+        size = sum(map(len, data))
+        self._check_room(len(header) + size)
         if not target.parent.is_dir():
             for folder in (self.path, target.parent.parent, target.parent):  # `parents` would make some that others can read
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._written_in |= {target.parent.parent, self.path}
         temporary = target.with_suffix(".tmp")
-        body, check, secret = self._sealed(name, data, first, rows, about["namespace"])
+        body, check, secret = self._sealed(data, self._about(name, first, rows), about["namespace"])
         try:
-            self._files.write(temporary, (header, body))
+            self._files.write(temporary, (header, *body))
             self._files.rename(temporary, target)
         except OSError:
             temporary.unlink(missing_ok=True)  # it may be the disk that is full
             raise
         self._written_in.add(target.parent)
-        file = StoredFile(name, first, rows, len(header), len(data), check, secret)
+        file = StoredFile(name, first, rows, len(header), size, check, secret, plane)
         self.used += file.file_bytes - self._uncommitted.get(name, 0)
         self._uncommitted[name] = file.file_bytes
         self.bytes_written += file.file_bytes
         return file
 
-    def _sealed(self, name: str, data: memoryview, first: int, rows: int, namespace: str) -> tuple[memoryview | bytes, bytes, bytes]:
+    def _sealed(self, data: Sequence[memoryview], about: bytes, namespace: str) -> tuple[Sequence[memoryview | bytes], bytes, bytes]:
         """What is written, its checksum, and its secret."""
         if self._cipher is None:
-            return data, checksum(data), b""
-        return self._cipher.seal_file(namespace, data, self._about(name, first, rows))
+            return data, checksum(*data), b""
+        return self._cipher.seal_file(namespace, data, about)
 
     def _about(self, name: str, first: int, rows: int) -> bytes:
         """What sealed data are bound to: in the place of any other file they are not authentic."""
         return fields("file", self.signature, name, first, rows)
 
-    def file_bytes(self, rows: int) -> int:
-        return header_bytes(self.layout, rows) + self.layout.with_rows(rows).page_bytes
+    def file_bytes(self, rows: int, plane: int = 0) -> int:
+        return header_bytes(self.planes.planes[plane], rows) + self.planes.planes[plane].num_bytes(rows)
 
     def _check_room(self, wanted: int) -> None:
         if self.used + wanted > self.budget:
@@ -206,22 +220,24 @@ class Directory:
 
     # ---- reading
 
-    def read(self, file: StoredFile, into: memoryview) -> None:
-        """One positional read of the data, then their checksum; encrypted, they are opened where they lie."""
-        assert len(into) == file.size
-        try:
-            got = self._files.read(self.path / file.name, file.offset, into)
-        except OSError as error:
-            raise CorruptFile(f"{file.name}: {error.strerror}") from error
+    def read(self, file: StoredFile, *into: memoryview) -> None:
+        """One positional read for each place of the data, then their checksum; encrypted, they are opened where they lie."""
+        assert sum(map(len, into)) == file.size
+        got = 0
+        for part in into:
+            try:
+                got += self._files.read(self.path / file.name, file.offset + got, part)
+            except OSError as error:
+                raise CorruptFile(f"{file.name}: {error.strerror}") from error
         self.bytes_read += got
         if got != file.size:
             raise CorruptFile(f"{file.name}: {got} bytes where {file.size} were written")
         if self._cipher is not None:
             self._open_sealed(self._cipher, file, into)
-        elif checksum(into) != file.checksum:
+        elif checksum(*into) != file.checksum:
             raise CorruptFile(f"{file.name}: the checksum is not that of what was written")
 
-    def _open_sealed(self, cipher: Cipher, file: StoredFile, data: memoryview) -> None:
+    def _open_sealed(self, cipher: Cipher, file: StoredFile, data: Sequence[memoryview]) -> None:
         try:
             cipher.open_file(file.secret, file.checksum, data, self._about(file.name, file.first, file.rows))
         except CorruptFile as error:
@@ -305,7 +321,7 @@ class Directory:
 
 
 @cache
-def header_bytes(layout: PageLayout, rows: int) -> int:
+def header_bytes(plane: Plane, rows: int) -> int:
     """What `file_header` will take, or a block more."""
     about = {"key": "0" * 64, "parent": "0" * 64, "namespace": "0" * 64, "tokens": "0" * 8 * PAGE_TOKENS}
-    return len(file_header(layout.with_rows(rows), about))
+    return len(file_header(plane, rows, about))

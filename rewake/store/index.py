@@ -17,7 +17,7 @@ from rewake.store.sealed import Sealing
 
 __all__ = ["VERSION", "Index"]
 
-VERSION = 2
+VERSION = 3
 FILE = "name, first, rows, at, size, checksum, secret"
 FILE_COLUMNS = (
     "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL,"
@@ -27,6 +27,17 @@ AGENTS = """
 CREATE TABLE agents (
     signature BLOB NOT NULL, id TEXT PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, pinned INTEGER NOT NULL, ttl REAL
+) WITHOUT ROWID;
+"""
+SEGMENTS = f"""
+CREATE TABLE segments (
+    branch TEXT NOT NULL, plane INTEGER NOT NULL, {FILE_COLUMNS}, PRIMARY KEY (branch, plane, first)
+) WITHOUT ROWID;
+"""
+# What a page has beside its first plane, which is in `pages`.
+PLANES = f"""
+CREATE TABLE planes (
+    signature BLOB NOT NULL, key BLOB NOT NULL, plane INTEGER NOT NULL, {FILE_COLUMNS}, PRIMARY KEY (signature, key, plane, first)
 ) WITHOUT ROWID;
 """
 # One row: the proof of the key that the directory is encrypted with, empty if it is not.
@@ -40,7 +51,8 @@ CREATE TABLE branches (
     signature BLOB NOT NULL, id TEXT PRIMARY KEY, namespace TEXT NOT NULL, agent TEXT, parent BLOB NOT NULL,
     tokens BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, turns BLOB NOT NULL DEFAULT x''
 ) WITHOUT ROWID;
-CREATE TABLE segments (branch TEXT NOT NULL, {FILE_COLUMNS}, PRIMARY KEY (branch, first)) WITHOUT ROWID;
+{SEGMENTS}
+{PLANES}
 {AGENTS}
 """
 FROM_1 = f"""
@@ -49,6 +61,15 @@ ALTER TABLE segments ADD COLUMN secret BLOB NOT NULL DEFAULT x'';
 ALTER TABLE branches ADD COLUMN turns BLOB NOT NULL DEFAULT x'';
 {AGENTS}
 """
+FROM_2 = f"""
+ALTER TABLE segments RENAME TO old_segments;
+{SEGMENTS}
+INSERT INTO segments SELECT branch, 0, {FILE} FROM old_segments;
+DROP TABLE old_segments;
+{PLANES}
+"""
+
+TABLES = ("pages", "planes", "segments")  # that name files
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +92,7 @@ class Index:
             self.is_new = version == 0
             proof = cipher.proof if cipher is not None else b""
             if version < VERSION:
-                script = (SCHEMA + ENCRYPTION.format(proof.hex()), FROM_1 + ENCRYPTION.format(""))[version]
+                script = (SCHEMA + ENCRYPTION.format(proof.hex()), FROM_1 + ENCRYPTION.format("") + FROM_2, FROM_2)[version]
                 self._db.executescript(f"BEGIN; {script} PRAGMA user_version = {VERSION}; COMMIT;")
             found = self._db.execute("SELECT proof FROM encryption").fetchone() if version <= VERSION else None
         except sqlite3.DatabaseError as error:
@@ -110,15 +131,20 @@ class Index:
         return opened
 
     def _load(self) -> Snapshot:
+        planes: dict[bytes, list[StoredFile]] = {}
+        for key, *file in self._db.execute(
+            f"SELECT key, {FILE}, plane FROM planes WHERE signature = ? ORDER BY key, plane, first", (self.signature,)
+        ):
+            planes.setdefault(key, []).append(StoredFile(*file))
         pages = tuple(
-            PageRecord(key, parent, depth, namespace, tokens, StoredFile(*file))
+            PageRecord(key, parent, depth, namespace, tokens, (StoredFile(*file), *planes.get(key, ())))
             for key, parent, depth, namespace, tokens, *file in self._db.execute(
                 f"SELECT key, parent, depth, namespace, tokens, {FILE} FROM pages WHERE signature = ? ORDER BY depth",
                 (self.signature,),
             )
         )
         segments: dict[str, list[StoredFile]] = {}
-        for branch, *file in self._db.execute(f"SELECT branch, {FILE} FROM segments ORDER BY branch, first"):
+        for branch, *file in self._db.execute(f"SELECT branch, {FILE}, plane FROM segments ORDER BY branch, plane, first"):
             segments.setdefault(branch, []).append(StoredFile(*file))
         branches = tuple(
             BranchRecord(id, namespace, agent, parent, tokens, tuple(segments.get(id, ())), created, used, turns)
@@ -136,17 +162,17 @@ class Index:
 
     def total_bytes(self) -> int:
         """What all files that count take, of all signatures."""
-        return sum(self._db.execute(f"SELECT COALESCE(SUM(at + size), 0) FROM {t}").fetchone()[0] for t in ("pages", "segments"))
+        return sum(self._db.execute(f"SELECT COALESCE(SUM(at + size), 0) FROM {t}").fetchone()[0] for t in TABLES)
 
     def foreign_bytes(self) -> int:
         """What files of other signatures take."""
-        pages = "SELECT COALESCE(SUM(at + size), 0) FROM pages WHERE signature != ?"
+        pages, planes = (f"SELECT COALESCE(SUM(at + size), 0) FROM {table} WHERE signature != ?" for table in ("pages", "planes"))
         segments = "SELECT COALESCE(SUM(at + size), 0) FROM segments s, branches b WHERE s.branch = b.id AND b.signature != ?"
-        return sum(self._db.execute(q, (self.signature,)).fetchone()[0] for q in (pages, segments))
+        return sum(self._db.execute(q, (self.signature,)).fetchone()[0] for q in (pages, planes, segments))
 
     def file_names(self) -> set[str]:
         """Every file that counts, of all signatures."""
-        return {name for table in ("pages", "segments") for (name,) in self._db.execute(f"SELECT name FROM {table}")}
+        return {name for table in TABLES for (name,) in self._db.execute(f"SELECT name FROM {table}")}
 
     def commit(self, commit: Commit) -> None:
         """Make it true, all or nothing. Raises StoreError if what is gone from an encrypted manifest can still be found on disk."""
@@ -177,7 +203,12 @@ class Index:
         for page in commit.pages:
             cursor.execute(
                 f"INSERT OR REPLACE INTO pages (signature, key, parent, namespace, depth, tokens, {FILE}) VALUES ({slots(13)})",
-                (self.signature, page.key, page.parent, page.namespace, page.depth, page.tokens, *file_columns(page.file)),
+                (self.signature, page.key, page.parent, page.namespace, page.depth, page.tokens, *file_columns(page.files[0])),
+            )
+            cursor.execute("DELETE FROM planes WHERE signature = ? AND key = ?", (self.signature, page.key))
+            cursor.executemany(
+                f"INSERT INTO planes (signature, key, plane, {FILE}) VALUES ({slots(10)})",
+                [(self.signature, page.key, f.plane, *file_columns(f)) for f in page.files[1:]],
             )
         for branch in commit.branches:
             b = branch
@@ -187,12 +218,16 @@ class Index:
                 (self.signature, b.id, b.namespace, b.agent, b.parent, b.tokens, b.created, b.used, b.turns),
             )
             cursor.execute("DELETE FROM segments WHERE branch = ?", (b.id,))
-            cursor.executemany(f"INSERT INTO segments (branch, {FILE}) VALUES ({slots(8)})", [(b.id, *file_columns(s)) for s in b.segments])
+            cursor.executemany(
+                f"INSERT INTO segments (branch, plane, {FILE}) VALUES ({slots(9)})",
+                [(b.id, s.plane, *file_columns(s)) for s in b.segments],
+            )
         cursor.executemany(
             f"INSERT OR REPLACE INTO agents (signature, id, namespace, name, created, used, pinned, ttl) VALUES ({slots(8)})",
             [(self.signature, a.id, a.namespace, a.name, a.created, a.used, a.pinned, a.ttl) for a in commit.agents],
         )
-        cursor.executemany("DELETE FROM pages WHERE signature = ? AND key = ?", [(self.signature, key) for key in commit.gone_pages])
+        for table in ("pages", "planes"):
+            cursor.executemany(f"DELETE FROM {table} WHERE signature = ? AND key = ?", [(self.signature, key) for key in commit.gone_pages])
         cursor.executemany("DELETE FROM branches WHERE id = ?", [(id,) for id in commit.gone_branches])
         cursor.executemany("DELETE FROM segments WHERE branch = ?", [(id,) for id in commit.gone_branches])
         cursor.executemany("DELETE FROM agents WHERE id = ?", [(id,) for id in commit.gone_agents])
@@ -234,8 +269,10 @@ class Index:
             row = cursor.execute(f"SELECT parent, {FILE} FROM pages WHERE signature = ? AND key = ?", (signature, key)).fetchone()
             if row is None:
                 return freed
-            cursor.execute("DELETE FROM pages WHERE signature = ? AND key = ?", (signature, key))
-            freed.append(StoredFile(*row[1:]))
+            planes = cursor.execute(f"SELECT {FILE} FROM planes WHERE signature = ? AND key = ?", (signature, key)).fetchall()
+            for table in ("pages", "planes"):
+                cursor.execute(f"DELETE FROM {table} WHERE signature = ? AND key = ?", (signature, key))
+            freed += [StoredFile(*row[1:]), *(StoredFile(*f) for f in planes)]
             key = row[0]
 
     def close(self) -> None:

@@ -55,7 +55,8 @@ class Sealing:
         return replace(page, namespace=namespace, tokens=self._cipher.open(namespace, page.tokens, self._about_page(page)))
 
     def _about_page(self, page: PageRecord) -> bytes:
-        return fields("page", self._signature, page.key, page.parent, page.depth, page.file.secret)
+        secrets = (f.secret for f in sorted(page.files, key=lambda f: (f.plane, f.first)))
+        return fields("page", self._signature, page.key, page.parent, page.depth, *secrets)
 
     def _seal_branch(self, branch: BranchRecord) -> BranchRecord:
         namespace, cipher = branch.namespace, self._cipher
@@ -78,7 +79,7 @@ class Sealing:
 
     def _about_branch(self, stored: BranchRecord) -> bytes:
         """Its segments too: one that is missing would move the rows of those behind it."""
-        segments = (s.secret for s in sorted(stored.segments, key=lambda s: s.first))
+        segments = (s.secret for s in sorted(stored.segments, key=lambda s: (s.plane, s.first)))
         return fields("branch", self._signature, stored.id, stored.agent or "", stored.parent, *segments)
 
     def _seal_agent(self, agent: AgentRecord) -> AgentRecord:

@@ -193,7 +193,7 @@ def test_a_file_that_is_not_what_was_exported_is_refused(server: ServerProcess) 
 
 def test_a_file_larger_than_the_budget_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", "--memory", "100MiB", "--disk", "1MB", "--no-persist") as server:
-        assert "1000000 bytes" in refused(server.http.post("/v1/agents/import", content=bytes(1_000_001)), 400)
+        assert "1000000 bytes" in refused(server.http.post("/v1/agents/import", content=bytes(1_000_001)), 413)
         assert "not a file that" in refused(server.http.post("/v1/agents/import", content=bytes(1_000_000)), 400)
 
 

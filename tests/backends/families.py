@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from rewake.backends.base import Batch, Row
 from rewake.backends.torch.loader import load_model
+from rewake.backends.torch.measure import arena_bytes, tables_of
 from rewake.backends.torch.model import TorchBackend
-from rewake.memory.pool import slot_bytes
 from rewake.quant import CODECS, PAGE_TOKENS
 from rewake.request import Sampling
 from rewake.spec import ModelCacheSpec
@@ -126,14 +126,13 @@ def compare(family: Family, folder: Path) -> Result:
     """Prefill and single tokens, cut at `CUTS`, against one forward of transformers' own attention in float32."""
     save(family, folder)
     loaded = load_model(folder, threads=2)
-    page = slot_bytes(loaded.spec.group.layout(CODECS["bf16"], 64).page_bytes)
-    backend = TorchBackend(loaded, "bf16", 3 * page)
+    backend = TorchBackend(loaded, "bf16", arena_bytes(loaded.spec, CODECS["bf16"], 64, 3))
     tokens = torch.randint(3, 500, (CUTS[-1],), generator=torch.Generator().manual_seed(1)).tolist()
     exact, own = (logits_of_transformers(folder, tokens, dtype) for dtype in (torch.float32, torch.bfloat16))
     found, start = [], 0
     for end in CUTS:
-        slots = tuple(i * page for i in range(-(-end // PAGE_TOKENS)))
-        row = Row(tuple(tokens[start:end]), start, start, slots, tuple(map(str, slots)), "s", Sampling(temperature=0))
+        pages = range(-(-end // PAGE_TOKENS))
+        row = Row(tuple(tokens[start:end]), start, start, tables_of(backend, pages), tuple(map(str, pages)), "s", Sampling(temperature=0))
         found.append(torch.from_numpy(backend.forward(Batch((row,))).logits[0]))
         start = end
     return Result(family, loaded.spec, mean_kl(exact, torch.stack(found)), mean_kl(exact, own))

@@ -16,7 +16,7 @@ from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.model import TorchBackend
-from rewake.memory.pool import slot_bytes
+from rewake.planes import slot_bytes
 from rewake.quant import PAGE_TOKENS, f32_to_bf16
 from rewake.request import Sampling
 from tests.backends.test_torch import mean_kl, steps
@@ -158,11 +158,11 @@ class Pages:
 
     def __init__(self, backend: TorchBackend) -> None:
         self.backend = backend
-        self.size = slot_bytes(backend.layout.page_bytes)
+        self.size = slot_bytes(backend.planes.page_bytes)
 
     def row(self, seq: int, tokens: list[int], start: int, end: int) -> Row:
         slots = tuple((2 * seq + i) * self.size for i in range(-(-end // PAGE_TOKENS)))
-        return Row(tuple(tokens[start:end]), start, start, slots, tuple(map(str, slots)), str(seq), GREEDY)
+        return Row(tuple(tokens[start:end]), start, start, (slots,), tuple(map(str, slots)), str(seq), GREEDY)
 
     def run(self, *rows: Row) -> Output:
         return self.backend.forward(Batch(rows))
@@ -185,7 +185,7 @@ def test_a_rows_bits_are_the_same_alone_and_among_32(real_model: Any, ids: list[
             pages.run(pages.row(32, texts[i], 0, 49 - i))
             alone = pages.run(pages.row(32, texts[i], 49 - i, 50 - i)).logits[0]
             assert np.array_equal(alone, together[i])
-            layout = pages.backend.layout
+            layout = pages.backend.planes.planes[0].slot
             for a, b in zip(rows_of(pages.pages(32), layout, 50 - i), rows_of(pages.pages(i), layout, 50 - i), strict=True):
                 assert np.array_equal(a, b)
     finally:

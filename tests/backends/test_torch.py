@@ -13,10 +13,9 @@ from rewake.backends.base import Batch, Row
 from rewake.backends.torch.calibrate import fit_sink, k_mean, write_documents
 from rewake.backends.torch.kernels.vectorised import decode, encode
 from rewake.backends.torch.loader import load_model
-from rewake.backends.torch.measure import compare
+from rewake.backends.torch.measure import compare, tables_of
 from rewake.backends.torch.sampler import Sampler, logprobs_of
 from rewake.calibration import SHIPPED, Calibration
-from rewake.memory.pool import slot_bytes
 from rewake.quant import bf16_to_f32, hadamard
 from rewake.quant import decode as reference_decode
 from rewake.quant import encode as reference_encode
@@ -41,12 +40,11 @@ def test_the_torch_coder_is_the_reference_bit_for_bit(dim: int, bits: int) -> No
 
 def steps(backend: Any, tokens: list[int], cuts: list[int], first_slot: int = 0) -> np.ndarray[Any, Any]:
     """Logits behind each of `cuts`, computed in these pieces."""
-    size = slot_bytes(backend.layout.page_bytes)
     logits, start = [], 0
     for end in cuts:
-        slots = tuple((first_slot + i) * size for i in range(-(-end // 256)))
-        names = tuple(f"p{i}" for i in range(len(slots)))
-        row = Row(tuple(tokens[start:end]), start, start, slots, names, "s", GREEDY)
+        pages = range(first_slot, first_slot - (-end // 256))
+        names = tuple(f"p{i}" for i in pages)
+        row = Row(tuple(tokens[start:end]), start, start, tables_of(backend, pages), names, "s", GREEDY)
         logits.append(backend.forward(Batch((row,))).logits[0])
         start = end
     return np.stack(logits)
@@ -149,10 +147,10 @@ def test_the_mean_is_a_fact_of_coded_pages_only(tiny: Path) -> None:
 def test_a_batch_of_strangers_computes_what_each_alone_does(real_model: Any, text_ids: list[int]) -> None:
     """Rows of a batch attend to their own pages only; bf16 GEMMs differ in the last bits with the number of rows."""
     backend = torch_backend(real_model, "bf16", 9)
-    size = slot_bytes(backend.layout.page_bytes)
     parts = [text_ids[:300], text_ids[100:150], text_ids[200:201]]
-    slots = [(0, size), (2 * size,), (3 * size,)]
-    rows = tuple(Row(tuple(t), 0, 0, s, tuple(map(str, s)), str(i), GREEDY) for i, (t, s) in enumerate(zip(parts, slots, strict=True)))
+    pages = [(0, 1), (2,), (3,)]
+    where = enumerate(zip(parts, pages, strict=True))
+    rows = tuple(Row(tuple(t), 0, 0, tables_of(backend, p), tuple(map(str, p)), str(i), GREEDY) for i, (t, p) in where)
     together = backend.forward(Batch(rows)).logits
     alone = np.stack([steps(backend, part, [len(part)], first_slot=4)[0] for part in parts])
     assert mean_kl(alone, together) < 0.002
@@ -162,7 +160,7 @@ def test_recomputing_the_last_token_uses_its_stored_row(real_model: Any, text_id
     backend = torch_backend(real_model, "q4", 2)
     steps(backend, text_ids, [100])
     before = backend.arena.copy()
-    row = Row((text_ids[99],), 99, 100, (0,), ("p0",), "s", GREEDY)
+    row = Row((text_ids[99],), 99, 100, ((0,),), ("p0",), "s", GREEDY)
     backend.forward(Batch((row,)))
     assert (backend.arena == before).all()
 

@@ -17,7 +17,7 @@ from rewake.errors import Conflict, InternalError, InvalidRequest, NotFound, Ove
 from rewake.memory.agents import AgentSummary
 from rewake.memory.portable import Portable, read_portable
 from rewake.quant import PAGE_TOKENS
-from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
+from tests.fakes import PLANES, EchoBackend, EngineHarness, expected_answer
 from tests.test_engine import prompt
 
 NS = "default"
@@ -83,7 +83,7 @@ def test_a_cancelled_prompt_takes_no_turn_from_those_before(harness: EngineHarne
     do(harness, "rewind", "a", turn=2)
     do(harness, "export", "a", tmp_path / "a.tar")
     with open(tmp_path / "a.tar", "rb") as opened:
-        assert read_portable(opened, LAYOUT)[0].turns.tolist() == [304, 317]
+        assert read_portable(opened, PLANES)[0].turns.tolist() == [304, 317]
 
 
 def fail(_: object) -> None:
@@ -251,7 +251,7 @@ def exported(harness: EngineHarness, file: Path) -> tuple[Portable, Callable[[in
     """Agent "a" by way of a file."""
     do(harness, "export", "a", file)
     with open(file, "rb") as opened:
-        return read_portable(opened, LAYOUT)
+        return read_portable(opened, PLANES)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -340,6 +340,6 @@ def test_an_import_that_is_not_what_was_exported_is_refused(
     talk(harness, "a", 900)
     do(harness, "export", "a", tmp_path / "a.tar")
     with pytest.raises(InvalidRequest, match=reason):
-        read_portable(rewritten(tmp_path / "a.tar", change), LAYOUT)
+        read_portable(rewritten(tmp_path / "a.tar", change), PLANES)
     with pytest.raises(RequestError, match="not a file that"):
-        read_portable(io.BytesIO(b"no tar at all" * 100), LAYOUT)
+        read_portable(io.BytesIO(b"no tar at all" * 100), PLANES)

@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from rewake.errors import DiskFull
-from rewake.memory.pool import slot_bytes
 from rewake.memory.tree import Branch, to_tokens
 from rewake.memory.writer import Writer
+from rewake.planes import slot_bytes
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import StoredFile
 from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
-from tests.fakes import LAYOUT, EchoBackend, EngineHarness, expected_answer
+from tests.fakes import LAYOUT, PLANES, EchoBackend, EngineHarness, expected_answer
 from tests.memory.test_agents import do, show, talk
 from tests.test_engine import prompt
 
@@ -163,9 +163,9 @@ def test_of_thousands_of_branches_the_oldest_go_first(tmp_path: Path) -> None:
 
 def test_the_last_bytes_of_the_disk_are_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Files, "free", lambda self, folder: 2**20)
-    store = Directory(tmp_path, b"sig", LAYOUT, free_floor=2**20)
+    store = Directory(tmp_path, b"sig", PLANES, free_floor=2**20)
     with pytest.raises(DiskFull, match="are to stay free"):
-        store.write("pages/ab/x.safetensors", memoryview(bytes(LAYOUT.page_bytes)), 0, PAGE_TOKENS, {})
+        store.write("pages/ab/x.safetensors", [memoryview(bytes(LAYOUT.page_bytes))], 0, PAGE_TOKENS, {})
     store.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 from rewake.errors import CorruptFile, InvalidRequest, Overloaded
 from rewake.memory.portable import Portable, read_portable
 from rewake.quant import PAGE_TOKENS
-from tests.fakes import LAYOUT, VOCAB, EchoBackend, EngineHarness, expected_answer
+from tests.fakes import PLANES, VOCAB, EchoBackend, EngineHarness, expected_answer
 
 PROMPT = [2 + i % 900 for i in range(3 * PAGE_TOKENS + 40)]
 SPEC = EchoBackend(1).spec
@@ -37,7 +37,7 @@ def exported(harness: EngineHarness, path: Path, agent: str = "a") -> Path:
 
 def take_in(harness: EngineHarness, path: Path, name: str) -> Exception | None:
     with open(path, "rb") as file:
-        about, pages = read_portable(file, LAYOUT, SPEC)
+        about, pages = read_portable(file, PLANES, SPEC)
     return told(harness, lambda done: harness.memory.agents.take_in("default", name, about, pages, done))
 
 
@@ -118,14 +118,14 @@ def swapped(members: Members) -> None:
 def test_a_file_that_is_damaged_or_lies_is_refused(harness: EngineHarness, tmp_path: Path, change: Callable[[Members], object]) -> None:
     path = exported(harness, tmp_path / "a.tar")
     with pytest.raises(InvalidRequest):
-        read_portable(remade(path, change), LAYOUT, SPEC)
+        read_portable(remade(path, change), PLANES, SPEC)
 
 
 def test_a_transcript_longer_than_any_is_refused(harness: EngineHarness, tmp_path: Path) -> None:
     path = exported(harness, tmp_path / "a.tar")
     tokens = [5] * (SPEC.max_positions + 1)
     with pytest.raises(InvalidRequest, match="longest context"):
-        read_portable(remade(path, said(tokens=tokens, num_computed=len(tokens))), LAYOUT, SPEC)
+        read_portable(remade(path, said(tokens=tokens, num_computed=len(tokens))), PLANES, SPEC)
 
 
 @pytest.mark.parametrize("kind", ["link to itself", "holes", "cut", "empty", "text"])
@@ -143,12 +143,12 @@ def test_a_file_that_is_no_plain_tar_is_refused(harness: EngineHarness, tmp_path
             tar.addfile(info)
         made.seek(0)
     with pytest.raises(InvalidRequest):
-        read_portable(made, LAYOUT, SPEC)
+        read_portable(made, PLANES, SPEC)
 
 
 def test_another_models_agent_is_refused_and_nothing_is_left_of_it(harness: EngineHarness, tmp_path: Path) -> None:
     path = exported(harness, tmp_path / "a.tar")
-    about, pages = read_portable(remade(path, said(signature=b"other".hex())), LAYOUT, SPEC)
+    about, pages = read_portable(remade(path, said(signature=b"other".hex())), PLANES, SPEC)
     with pytest.raises(InvalidRequest, match="another model"):
         harness.engine.call(lambda: harness.memory.agents.take_in("default", "b", about, pages, lambda _: None)).result(30)
     assert [a.agent for a in harness.memory.agents.list("default")] == ["a"]
@@ -185,8 +185,8 @@ def test_a_page_found_damaged_while_another_is_exported_keeps_the_books(
     report: Future[Exception | None] = Future()
     harness.engine.call(lambda: harness.memory.agents.export("default", "a", tmp_path / "a.tar", report.set_result)).result(30)
     first = harness.memory.tree.branches_of("default", "a")[0].parent.path()[0]
-    assert first.file is not None
-    file = harness.data / first.file.name  # type: ignore[operator]
+    assert first.files
+    file = harness.data / first.files[0].name  # type: ignore[operator]
     file.write_bytes(file.read_bytes()[:-1])
     assert harness.ask([*PROMPT[: PAGE_TOKENS + 10], 8], "b").match.computed_tokens > PAGE_TOKENS
     waiting[0]()
@@ -201,11 +201,11 @@ def test_a_page_lost_while_its_rows_are_copied_leaves_a_fork_without_them(harnes
     harness.evict_all()
     head = harness.memory.tree.branches_of("default", "a")[0]
     first = head.parent.path()[0]
-    assert first.file is not None
+    assert first.files
     finish, waiting, is_read = harness.memory.residency._finish_load, [], Event()
 
     def finish_later(*what: Any) -> None:
-        if what[0] is not head:
+        if what[0][0] is not head:
             finish(*what)
             return
         waiting.append(lambda: finish(*what))
@@ -215,7 +215,7 @@ def test_a_page_lost_while_its_rows_are_copied_leaves_a_fork_without_them(harnes
     report: Future[Exception | None] = Future()
     harness.engine.call(lambda: harness.memory.agents.fork("default", "a", "f", report.set_result)).result(30)
     assert is_read.wait(30)
-    file = harness.data / first.file.name  # type: ignore[operator]
+    file = harness.data / first.files[0].name  # type: ignore[operator]
     file.write_bytes(file.read_bytes()[:-1])
     harness.ask([*PROMPT[:PAGE_TOKENS], 8], "b")
     harness.engine.call(waiting[0]).result(30)

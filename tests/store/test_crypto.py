@@ -27,7 +27,8 @@ from rewake.store.base import AgentRecord, BranchRecord, Commit, PageRecord, Sto
 from rewake.store.crypto import Cipher, fields, find_key
 from rewake.store.directory import FORMAT, Directory
 from rewake.store.files import Files
-from tests.store.test_directory import CIPHER, LAYOUT, directory, random_page
+from tests.faults import make_version_1, make_version_2
+from tests.store.test_directory import CIPHER, LAYOUT, PLANES, directory, random_page
 
 OTHER = Cipher(bytes(32))
 WRAPPED = slice(0, 60)  # of a secret: nonce, key, tag
@@ -38,7 +39,7 @@ def encrypted(path: Path, signature: bytes = b"sig") -> Directory:
 
 
 def put(store: Directory, name: str, seed: int, rows: int = PAGE_TOKENS, first: int = 0, namespace: str = "ns") -> StoredFile:
-    return store.write(f"{name}.safetensors", random_page(seed, rows).data, first, rows, {"namespace": namespace})
+    return store.write(f"{name}.safetensors", [random_page(seed, rows).data], first, rows, {"namespace": namespace})
 
 
 def get(store: Directory, file: StoredFile) -> bytes:
@@ -48,7 +49,7 @@ def get(store: Directory, file: StoredFile) -> bytes:
 
 
 def page(store: Directory, key: bytes, seed: int, parent: bytes = b"", depth: int = 1) -> PageRecord:
-    return PageRecord(key, parent, depth, "ns", bytes([seed] * 1024), put(store, f"pages/ab/{key.hex()}", seed))
+    return PageRecord(key, parent, depth, "ns", bytes([seed] * 1024), (put(store, f"pages/ab/{key.hex()}", seed),))
 
 
 def branch(store: Directory, id: str, agent: str | None, parent: bytes, seed: int) -> BranchRecord:
@@ -80,7 +81,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 def test_the_same_is_never_sealed_the_same_way_twice_except_for_names() -> None:
     assert CIPHER.seal("ns", b"text", b"") != CIPHER.seal("ns", b"text", b"")
-    sealed = [CIPHER.seal_file("ns", memoryview(b"text" * 100), b"") for _ in range(2)]
+    sealed = [CIPHER.seal_file("ns", [memoryview(b"text" * 100)], b"") for _ in range(2)]
     assert not set(sealed[0]) & set(sealed[1])
     assert CIPHER.seal_name("ns", "ada") == CIPHER.seal_name("ns", "ada") != CIPHER.seal_name("ns2", "ada")
     for name in ("", "ada", "ÄÖ\n" * 100):
@@ -162,7 +163,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 def test_the_official_reader_opens_an_encrypted_page_and_learns_nothing(tmp_path: Path) -> None:
     store = encrypted(tmp_path)
-    file = store.write("pages/ab/x.safetensors", random_page().data, 0, PAGE_TOKENS, {"namespace": "ns", "tokens": "ff", "key": "k"})
+    file = store.write("pages/ab/x.safetensors", [random_page().data], 0, PAGE_TOKENS, {"namespace": "ns", "tokens": "ff", "key": "k"})
     with safe_open(tmp_path / file.name, framework="numpy") as opened:  # type: ignore[no-untyped-call]
         assert opened.metadata() == {"format": FORMAT, "encryption": "AES-256-GCM"}
         assert opened.get_tensor("0.k.codes").shape == (3, PAGE_TOKENS, 8)
@@ -187,7 +188,7 @@ def test_what_was_committed_is_remembered(tmp_path: Path) -> None:
     store.close()
     store = encrypted(tmp_path)
     assert store.load() == before
-    for file in [p.file for p in before.pages] + [s for b in before.branches for s in b.segments]:
+    for file in [f for p in before.pages for f in p.files] + [s for b in before.branches for s in b.segments]:
         get(store, file)
     store.close()
 
@@ -211,8 +212,8 @@ def test_a_page_whose_row_was_changed_is_forgotten(tmp_path: Path, how: str) -> 
     store = encrypted(tmp_path)
     after = store.load()
     assert after.pages == before.pages[1:] and after.branches == before.branches
-    assert not (tmp_path / before.pages[0].file.name).exists()
-    kept = [p.file for p in after.pages] + [s for b in after.branches for s in b.segments]
+    assert not (tmp_path / before.pages[0].files[0].name).exists()
+    kept = [f for p in after.pages for f in p.files] + [s for b in after.branches for s in b.segments]
     assert store.used == sum(f.file_bytes for f in kept)
     assert store.load() == after
     store.close()
@@ -274,20 +275,31 @@ def test_a_manifest_that_does_not_say_which_is_refused(tmp_path: Path, cipher: C
             directory(tmp_path, cipher=then)
 
 
-def test_a_manifest_of_an_older_format_is_a_clear_one(tmp_path: Path) -> None:
+def test_a_manifest_of_the_first_format_is_a_clear_one(tmp_path: Path) -> None:
     store = directory(tmp_path)
     record = page(store, b"k" * 32, 1)
     store.commit(Commit(pages=(record,)))
     store.close()
-    with closing(sqlite3.connect(tmp_path / "manifest.sqlite", isolation_level=None)) as db:
-        db.executescript(
-            "ALTER TABLE pages DROP COLUMN secret; ALTER TABLE segments DROP COLUMN secret; ALTER TABLE branches DROP COLUMN turns;"
-            "DROP TABLE agents; DROP TABLE encryption; PRAGMA user_version = 1;"
-        )
+    make_version_1(tmp_path)
     with pytest.raises(StoreError, match="not encrypted"):
         encrypted(tmp_path)
     store = directory(tmp_path)
     assert store.load().pages == (record,)
+    store.close()
+
+
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["clear", "encrypted"])
+def test_a_manifest_from_before_there_were_planes_is_taken_over(tmp_path: Path, cipher: Cipher | None) -> None:
+    store = directory(tmp_path, cipher=cipher)
+    record = page(store, b"k" * 32, 1)
+    end = branch(store, "b1", "ada", record.key, 3)
+    store.commit(Commit(pages=(record,), branches=(end,)))
+    store.close()
+    make_version_2(tmp_path)
+    store = directory(tmp_path, cipher=cipher)
+    known = store.load()
+    assert known.pages == (record,) and known.branches == (end,)
+    assert get(store, known.branches[0].segments[1]) == random_page(8, 5).tobytes()
     store.close()
 
 
@@ -299,7 +311,7 @@ def forgotten_ada(store: Directory) -> list[StoredFile]:
     before = store.load()
     pages, end = [p for p in before.pages if p.tokens[0] < 10], before.branches[0]
     store.commit(Commit(gone_pages=tuple(p.key for p in pages), gone_branches=(end.id,), gone_agents=("a0",)))
-    return [*(p.file for p in pages), *end.segments]
+    return [*(f for p in pages for f in p.files), *end.segments]
 
 
 def found(path: Path, files: list[StoredFile]) -> set[str]:
@@ -310,7 +322,7 @@ def found(path: Path, files: list[StoredFile]) -> set[str]:
 
 def test_what_is_forgotten_cannot_be_read_again_even_from_a_copy(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    everything = [p.file for p in store.load().pages]
+    everything = [f for p in store.load().pages for f in p.files]
     assert found(tmp_path, everything) >= {"manifest.sqlite-wal"}
     hers = forgotten_ada(store)
     assert not found(tmp_path, hers) and found(tmp_path, everything) == {"manifest.sqlite"}
@@ -337,7 +349,7 @@ class KilledAtCommit(Files):
 
 def test_a_kill_between_commit_and_clean_up_forgets_at_the_next_start(tmp_path: Path) -> None:
     filled(tmp_path / "data").close()
-    store = Directory(tmp_path / "data", b"sig", LAYOUT, cipher=CIPHER, files=KilledAtCommit(tmp_path / "data", tmp_path / "killed"))
+    store = Directory(tmp_path / "data", b"sig", PLANES, cipher=CIPHER, files=KilledAtCommit(tmp_path / "data", tmp_path / "killed"))
     hers = forgotten_ada(store)
     store.close()
     assert found(tmp_path / "killed", hers)
@@ -415,7 +427,7 @@ def test_a_lost_key_is_not_replaced_by_a_new_one(tmp_path: Path, monkeypatch: py
     config = Config(data=tmp_path / "data", encrypt=True)
 
     def open_and_close() -> None:
-        store = open_store(config, b"sig", LAYOUT)
+        store = open_store(config, b"sig", PLANES)
         assert store is not None
         store.close()
 

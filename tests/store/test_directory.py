@@ -15,6 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from rewake.errors import CorruptFile, DirectoryLocked, StoreError
+from rewake.planes import PagePlanes
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 from rewake.store.base import BranchRecord, Commit, PageRecord, StoredFile
 from rewake.store.crypto import Cipher
@@ -23,6 +24,7 @@ from rewake.store.files import Files
 from rewake.store.index import VERSION
 
 LAYOUT = PageLayout(2, 3, 64, 64, CODECS["q4"])
+PLANES = PagePlanes.single(LAYOUT)
 
 
 CIPHER = Cipher(bytes(range(32)))
@@ -30,7 +32,7 @@ both = pytest.mark.parametrize("cipher", [None, CIPHER], ids=["clear", "encrypte
 
 
 def directory(path: Path, signature: bytes = b"sig", cipher: Cipher | None = None) -> Directory:
-    return Directory(path, signature, LAYOUT, cipher=cipher)
+    return Directory(path, signature, PLANES, cipher=cipher)
 
 
 def random_page(seed: int = 0, rows: int = PAGE_TOKENS) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -38,7 +40,7 @@ def random_page(seed: int = 0, rows: int = PAGE_TOKENS) -> np.ndarray[tuple[int]
 
 
 def write(store: Directory, name: str = "pages/ab/x.safetensors", seed: int = 0) -> StoredFile:
-    return store.write(name, random_page(seed).data, 0, PAGE_TOKENS, {"key": "k", "namespace": "ns"})
+    return store.write(name, [random_page(seed).data], 0, PAGE_TOKENS, {"key": "k", "namespace": "ns"})
 
 
 def test_the_official_reader_opens_a_page_and_sees_its_bytes(tmp_path: Path) -> None:
@@ -114,8 +116,8 @@ def bytearray_of(size: int) -> memoryview:
 def test_only_what_was_committed_is_remembered(tmp_path: Path, cipher: Cipher | None) -> None:
     store = directory(tmp_path, cipher=cipher)
     file, orphan = write(store), write(store, "pages/cd/y.safetensors")
-    page = PageRecord(b"k", b"", 1, "ns", b"tokens", file)
-    child = PageRecord(b"a", b"k", 2, "ns", b"tokens", StoredFile("pages/a", 0, 256, 4096, 10, b"sum"))
+    page = PageRecord(b"k", b"", 1, "ns", b"tokens", (file,))
+    child = PageRecord(b"a", b"k", 2, "ns", b"tokens", (StoredFile("pages/a", 0, 256, 4096, 10, b"sum"),))
     branch = BranchRecord("b1", "ns", "agent", b"k", b"more", (StoredFile("segments/s", 0, 5, 4096, 10, b"sum"),), 1.0, 2.0)
     store.commit(Commit(pages=(page, child), branches=(branch,)))
     store.close()
@@ -134,7 +136,7 @@ def test_only_what_was_committed_is_remembered(tmp_path: Path, cipher: Cipher | 
 def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path, cipher: Cipher | None) -> None:
     store = directory(tmp_path, cipher=cipher)
     file = write(store)
-    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", (file,)),)))
     store.close()
     other = directory(tmp_path, b"other", cipher)
     assert other.load().pages == ()
@@ -146,7 +148,7 @@ def test_another_signature_sees_nothing_and_removes_nothing(tmp_path: Path, ciph
 def test_a_lost_manifest_loses_no_files(tmp_path: Path, cipher: Cipher | None) -> None:
     store = directory(tmp_path, cipher=cipher)
     file = write(store)
-    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", file),)))
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", (file,)),)))
     store.close()
     for path in tmp_path.glob("manifest.sqlite*"):
         path.unlink()
@@ -233,13 +235,13 @@ class Recording(Files):
 def test_every_folder_on_the_way_to_a_file_is_synced_before_it_is_promised(tmp_path: Path) -> None:
     """A power cut takes entries of folders that were not; the directory itself is an entry of its parent, in every process."""
     files, data = Recording(), tmp_path / "new" / "data"
-    store = Directory(data, b"sig", LAYOUT, files=files)
+    store = Directory(data, b"sig", PLANES, files=files)
     write(store)
     store.commit(Commit())
     assert {tmp_path, tmp_path / "new", data, data / "pages", data / "pages/ab"} <= set(files.synced)
     store.close()
     files.synced.clear()
-    store = Directory(data, b"sig", LAYOUT, files=files)  # the one before may have been killed between mkdir and sync
+    store = Directory(data, b"sig", PLANES, files=files)  # the one before may have been killed between mkdir and sync
     store.commit(Commit())
     assert {tmp_path / "new", data, data / "pages"} <= set(files.synced)
     store.close()
@@ -247,7 +249,7 @@ def test_every_folder_on_the_way_to_a_file_is_synced_before_it_is_promised(tmp_p
 
 def test_a_folder_that_could_not_be_synced_is_synced_before_the_next_commit(tmp_path: Path) -> None:
     files = Recording()
-    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    store = Directory(tmp_path, b"sig", PLANES, files=files)
     write(store)
     files.unsyncable = tmp_path / "pages"
     with pytest.raises(OSError, match="Input/output"):
@@ -261,13 +263,13 @@ def test_a_folder_that_could_not_be_synced_is_synced_before_the_next_commit(tmp_
 def test_what_cannot_be_removed_fails_neither_a_commit_nor_a_start(tmp_path: Path) -> None:
     files = Recording()
     files.removes = False
-    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    store = Directory(tmp_path, b"sig", PLANES, files=files)
     kept, orphan = write(store), write(store, "pages/cd/y.safetensors")
-    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", kept),)))  # the orphan is of a commit that failed
+    store.commit(Commit(pages=(PageRecord(b"k", b"", 1, "ns", b"t", (kept,)),)))  # the orphan is of a commit that failed
     store.remove([orphan])
     assert (tmp_path / orphan.name).exists()
     store.close()
-    store = Directory(tmp_path, b"sig", LAYOUT, files=files)
+    store = Directory(tmp_path, b"sig", PLANES, files=files)
     assert len(store.load().pages) == 1 and (tmp_path / orphan.name).exists()
     files.removes = True
     store.load()

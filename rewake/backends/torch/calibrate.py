@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rewake.backends.base import Batch, Row
 from rewake.backends.torch.loader import LoadedModel
-from rewake.backends.torch.measure import CHUNK, Scores, compare, prompt_row, read_k
+from rewake.backends.torch.measure import CHUNK, Scores, arena_bytes, compare, prompt_row, read_k, tables_of
 from rewake.backends.torch.model import TorchBackend
 from rewake.calibration import Calibration, Loss
 from rewake.errors import ModelError
@@ -58,11 +58,11 @@ def cut(text: Sequence[int], window: int) -> Iterator[Sequence[int]]:
 def write_documents(loaded: LoadedModel, documents: int, length: int) -> list[int]:
     """Texts by the model, one behind the other: each begins with its first token, if it has one, and a random one."""
     backend = plain(loaded, documents)
-    size, rng = backend.layout.page_bytes, random.Random(SEED)
+    rng = random.Random(SEED)
     texts = [[*begin(loaded), rng.randrange(loaded.spec.vocab_size)] for _ in range(documents)]
     start = 0
     while len(texts[0]) < length:
-        rows = tuple(own_row(i, text[start:], start, i * size) for i, text in enumerate(texts))
+        rows = tuple(own_row(backend, i, text[start:], start) for i, text in enumerate(texts))
         start = len(texts[0])
         for text, token in zip(texts, backend.forward(Batch(rows)).tokens, strict=True):
             text.append(token)
@@ -73,9 +73,9 @@ def begin(loaded: LoadedModel) -> list[int]:
     return [] if loaded.first_token is None else [loaded.first_token]
 
 
-def own_row(number: int, tokens: Sequence[int], start: int, slot: int) -> Row:
+def own_row(backend: TorchBackend, number: int, tokens: Sequence[int], start: int) -> Row:
     sampling = Sampling(temperature=TEMPERATURE, top_p=TOP_P, seed=SEED + number)
-    return Row(tuple(tokens), start, start, (slot,), (str(number),), str(number), sampling)
+    return Row(tuple(tokens), start, start, tables_of(backend, [number]), (str(number),), str(number), sampling)
 
 
 def k_mean(loaded: LoadedModel, windows: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -119,8 +119,8 @@ def losses(loaded: LoadedModel, mean: npt.NDArray[np.float32], windows: Sequence
     backends = {"bf16": plain(loaded, num_pages(windows))}
     for coding in MEASURED:
         codec, group = CODINGS[coding]
-        pages = num_pages(windows) * loaded.spec.group.layout(codec, group).page_bytes
-        backends[coding] = TorchBackend(loaded, codec.name, pages, group, mean)
+        memory = arena_bytes(loaded.spec, codec, group, num_pages(windows))
+        backends[coding] = TorchBackend(loaded, codec.name, memory, group, mean)
     scores: dict[str, list[Scores]] = {name: [] for name in backends}
     for window in windows:
         for name, part in compare(backends, window).items():
@@ -137,7 +137,7 @@ def loss(scores: Scores, reference: Scores) -> Loss:
 
 def plain(loaded: LoadedModel, pages: int) -> TorchBackend:
     codec, group = CODINGS["bf16"]
-    return TorchBackend(loaded, codec.name, pages * loaded.spec.group.layout(codec, group).page_bytes, group)
+    return TorchBackend(loaded, codec.name, arena_bytes(loaded.spec, codec, group, pages), group)
 
 
 def num_pages(windows: Sequence[Sequence[int]]) -> int:

@@ -7,6 +7,7 @@ attention reads the pages. The names follow arXiv 2603.04428; the cache is a vie
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rewake.backends.torch.batch import Flat
 from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
 from rewake.backends.torch.latent import Absorbed
 from rewake.errors import ModelError
-from rewake.quant import PageLayout
+from rewake.planes import PagePlanes
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["BatchQuantizedKVCache", "EagerForward", "load_eager", "working_dtype"]
@@ -32,10 +33,10 @@ class EagerForward:
     """A transformers model over the pages of one arena. See `forward.Forward`."""
 
     def __init__(
-        self, model: Any, kernels: AttentionKernels, arena: Tensor, layout: PageLayout, spec: ModelCacheSpec, k_mean: Tensor | None
+        self, model: Any, kernels: AttentionKernels, arena: Tensor, planes: PagePlanes, spec: ModelCacheSpec, k_mean: Tensor | None
     ) -> None:
         self._model = model
-        self._pages = ModelPages(arena, layout, kernels, spec, k_mean)
+        self._pages = ModelPages(arena, planes, kernels, spec, k_mean)
 
     def logits(self, flat: Flat) -> Tensor:
         tokens, positions = (torch.from_numpy(x).long()[None] for x in (flat.tokens, flat.positions))
@@ -54,10 +55,11 @@ class ModelPages:
     """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
 
     def __init__(
-        self, arena: Tensor, layout: PageLayout, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
+        self, arena: Tensor, planes: PagePlanes, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
     ) -> None:
         self.arena = arena
-        self.layouts = {layout.codec.index: layout}
+        self.layouts = {planes.codec.index: planes.planes[0].slot}
+        self.places = planes.layer_places()  # of each layer: its slot of a page, its index in there
         self.kernels = kernels
         self.spec = spec
         self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
@@ -71,7 +73,7 @@ class ModelPages:
                 raise ModelError(f"layer {layer} attends with (window, soft cap, sinks) {told}, and its config says {expected}")
             latent_dim = self.spec.group.latent_dim
             self._layers[layer] = LayerAttention(
-                layer,
+                self.places[layer][1],
                 scale,
                 window=window,
                 soft_cap=soft_cap,
@@ -91,15 +93,15 @@ class ModelPages:
 class BatchQuantizedKVCache:
     """K and V of the sequences of one step: where they lie, and how to append and attend to them."""
 
-    def __init__(self, pages: ModelPages, batch: RaggedBatch) -> None:
+    def __init__(self, pages: ModelPages, batches: Sequence[RaggedBatch]) -> None:
         self.pages = pages
-        self.batch = batch
+        self.batches = batches
 
-    def append_and_attend(self, constant: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def append_and_attend(self, layer: int, constant: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, q_heads, k_dim], k and v [tokens, kv_heads, dim] to [tokens, q_heads, v_dim]."""
-        pages = self.pages
-        pages.kernels.append(pages.arena, pages.layouts, self.batch, constant, k, v)
-        return pages.kernels.attend(pages.arena, pages.layouts, self.batch, constant, q)
+        pages, batch = self.pages, self.batches[self.pages.places[layer][0]]
+        pages.kernels.append(pages.arena, pages.layouts, batch, constant, k, v)
+        return pages.kernels.attend(pages.arena, pages.layouts, batch, constant, q)
 
 
 def attend(
@@ -119,12 +121,13 @@ def attend(
     """transformers' attention function: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
     if kv is None:
         raise ModelError(f"transformers' {type(module).__name__} does not hand on what attention over pages needs: it cannot be served")
-    constant = kv.pages.layer(int(module.layer_idx), scaling, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    constant = kv.pages.layer(layer, scaling, sliding_window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     absorbed: Absorbed | None = getattr(module, "absorbed", None)
     if absorbed is None:
-        return kv.append_and_attend(constant, q, k, v)[None], None
-    return absorbed.project_output(kv.append_and_attend(constant, absorbed.project_query(q), k, v))[None], None
+        return kv.append_and_attend(layer, constant, q, k, v)[None], None
+    return absorbed.project_output(kv.append_and_attend(layer, constant, absorbed.project_query(q), k, v))[None], None
 
 
 def no_mask(*_: Any, **__: Any) -> None:

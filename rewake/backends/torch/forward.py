@@ -10,7 +10,7 @@ from torch import Tensor
 from rewake.backends.torch.batch import Flat
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.step import DensePlan, DenseStep
-from rewake.quant import PageLayout
+from rewake.planes import PagePlanes
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["Forward", "NativeForward"]
@@ -32,10 +32,11 @@ class NativeForward:
     """Whole steps in one call of the kernel library."""
 
     def __init__(
-        self, plan: DensePlan, kernels: NativeKernels, arena: Tensor, layout: PageLayout, spec: ModelCacheSpec, k_mean: Tensor | None
+        self, plan: DensePlan, kernels: NativeKernels, arena: Tensor, planes: PagePlanes, spec: ModelCacheSpec, k_mean: Tensor | None
     ) -> None:
         windows = [spec.window(layer) for layer in spec.group.layers]
-        self._step = DenseStep(plan, kernels, arena, {layout.codec.index: layout}, windows, k_mean)
+        places = [place for _, place in sorted(planes.layer_places().items())]
+        self._step = DenseStep(plan, kernels, arena, {planes.codec.index: planes.planes[0].slot}, windows, k_mean, places)
 
     def logits(self, flat: Flat) -> Tensor:
         return torch.from_numpy(self._step.run(flat.ragged, flat.tokens, flat.positions, flat.wanted))

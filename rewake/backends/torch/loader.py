@@ -20,7 +20,7 @@ from rewake.backends.torch.kernels.base import AttentionKernels
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.step import DensePlan
 from rewake.errors import ModelError
-from rewake.quant import PageLayout
+from rewake.planes import PagePlanes
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["LoadedModel", "load_model"]
@@ -40,13 +40,13 @@ class LoadedModel:
     step_why: str
     weights: str
 
-    def forward(self, kernels: AttentionKernels, arena: Tensor, layout: PageLayout, k_mean: Tensor | None) -> Forward:
+    def forward(self, kernels: AttentionKernels, arena: Tensor, planes: PagePlanes, k_mean: Tensor | None) -> Forward:
         if self.plan is not None:
             assert isinstance(kernels, NativeKernels)
-            return NativeForward(self.plan, kernels, arena, layout, self.spec, k_mean)
+            return NativeForward(self.plan, kernels, arena, planes, self.spec, k_mean)
         from rewake.backends.torch.eager import EagerForward
 
-        return EagerForward(self.eager, kernels, arena, layout, self.spec, k_mean)
+        return EagerForward(self.eager, kernels, arena, planes, self.spec, k_mean)
 
     @property
     def first_token(self) -> int | None:

@@ -6,7 +6,7 @@ backend's logits are compared with the first one's. Knows tokens and logits; not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rewake.backends.base import Batch, Row
 from rewake.backends.torch.model import TorchBackend
-from rewake.quant import PAGE_TOKENS
+from rewake.quant import PAGE_TOKENS, Codec
+from rewake.spec import ModelCacheSpec
 
-__all__ = ["Scores", "compare", "prompt_row", "read_k"]
+__all__ = ["Scores", "arena_bytes", "compare", "prompt_row", "read_k", "tables_of"]
 
 CHUNK = 512
 F64 = npt.NDArray[np.float64]
@@ -49,8 +50,19 @@ class Scores:
 def prompt_row(backend: TorchBackend, tokens: Sequence[int], start: int, sampler: str = "", first_page: int = 0) -> Row:
     """A row that appends `tokens` from position `start` on, in pages that lie one behind the other."""
     pages = range(first_page, first_page - (-(start + len(tokens)) // PAGE_TOKENS))
-    slots = tuple(i * backend.layout.page_bytes for i in pages)
-    return Row(tuple(tokens), start, start, slots, tuple(map(str, pages)), sampler)
+    return Row(tuple(tokens), start, start, tables_of(backend, pages), tuple(map(str, pages)), sampler)
+
+
+def tables_of(backend: TorchBackend, pages: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Block tables of pages that lie one behind the other in the arena, by their numbers there."""
+    planes = backend.planes
+    return tuple(tuple((page * planes.num_slots + slot) * planes.slot_bytes for page in pages) for slot in range(planes.num_slots))
+
+
+def arena_bytes(spec: ModelCacheSpec, codec: Codec, group: int, pages: int) -> int:
+    """What an arena for so many pages takes."""
+    planes = spec.planes(codec, group)
+    return pages * planes.num_slots * planes.slot_bytes
 
 
 def compare(backends: Mapping[str, TorchBackend], window: Sequence[int], chunk: int = CHUNK) -> dict[str, Scores]:
@@ -82,12 +94,15 @@ def score(logs: Tensor, reference: Tensor, targets: Tensor) -> Scores:
 
 def read_k(backend: TorchBackend, tokens: int, first_page: int = 0) -> npt.NDArray[np.float32]:
     """K of the first `tokens` positions that `backend`, of the codec bf16, has appended: [layers, kv_heads, tokens, k_dim]."""
-    layout = backend.layout
+    layout = backend.planes.planes[0].slot
     assert layout.codec.k_bits == 16
-    pages = []
-    for page in range(first_page, first_page - (-tokens // PAGE_TOKENS)):
-        raw = backend.arena[page * layout.page_bytes : (page + 1) * layout.page_bytes]
-        values = raw.reshape(layout.layers, layout.layer_bytes)[:, : layout.field_bytes(layout.fields[0])]
-        bits = np.ascontiguousarray(values).view(np.uint16).reshape(layout.layers, layout.kv_heads, PAGE_TOKENS, layout.k_dim)
-        pages.append((bits.astype(np.uint32) << 16).view(np.float32))
-    return np.concatenate(pages, axis=2)[:, :, :tokens]
+    num_pages = -(-tokens // PAGE_TOKENS)
+    tables = tables_of(backend, range(first_page, first_page + num_pages))
+    layers = []
+    for _, (slot, place) in sorted(backend.planes.layer_places().items()):
+        starts = [at + place * layout.layer_bytes for at in tables[slot]]
+        pages = [backend.arena[at : at + layout.field_bytes(layout.fields[0])] for at in starts]
+        bits = np.stack(pages).view(np.uint16).reshape(num_pages, layout.kv_heads, PAGE_TOKENS, layout.k_dim)
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
+        layers.append(values.transpose(1, 0, 2, 3).reshape(layout.kv_heads, -1, layout.k_dim)[:, :tokens])
+    return np.stack(layers)

@@ -43,18 +43,18 @@ class TorchBackend:
         self.loaded = loaded
         self._notes = notes
         self.spec = loaded.spec
-        self.layout = self.spec.group.layout(CODECS[codec], group_size)
-        if memory < self.layout.page_bytes:
-            raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({self.layout.page_bytes} bytes)")
+        self.planes = self.spec.planes(CODECS[codec], group_size)
+        if memory < (needed := self.planes.num_slots * self.planes.slot_bytes):
+            raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({needed} bytes)")
         self.kernels, self.kernels_why = load_kernels()
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
-        self._k_mean = k_mean if self.layout.codec.k_bits < 16 else None  # plain values are kept as they are
+        self._k_mean = k_mean if self.planes.codec.k_bits < 16 else None  # plain values are kept as they are
         means = None if self._k_mean is None else torch.from_numpy(self._k_mean)
-        self._forward = loaded.forward(self.kernels, torch.from_numpy(self.arena), self.layout, means)
+        self._forward = loaded.forward(self.kernels, torch.from_numpy(self.arena), self.planes, means)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
-        logits = self._forward.logits(flatten(batch, self.layout))
+        logits = self._forward.logits(flatten(batch, self.planes.codec.index))
         sampled = [row for row in batch.rows if row.sampling is not None]
         if not torch.isfinite(logits.sum(-1)).all():  # argmax over NaN gives a token, too: never a silent wrong answer
             broken = [row.sampler for scores, row in zip(logits, sampled, strict=True) if not scores.isfinite().all()]
@@ -65,7 +65,7 @@ class TorchBackend:
 
     def score(self, batch: Batch) -> Tensor:
         """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
-        flat = flatten(batch, self.layout)
+        flat = flatten(batch, self.planes.codec.index)
         return self._forward.logits(replace(flat, wanted=np.arange(len(flat.tokens), dtype=np.int32)))
 
     def warm_up(self) -> None:
@@ -73,19 +73,24 @@ class TorchBackend:
 
         Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing.
         """
-        self.forward(Batch((Row((0,) * 16, 0, 0, (0,), ("warm-up",), "warm-up"),)))
+        tables = tuple((i * self.planes.slot_bytes,) for i in range(self.planes.num_slots))
+        self.forward(Batch((Row((0,) * 16, 0, 0, tables, ("warm-up",), "warm-up"),)))
         self._forward.check()
 
     def forget_sampler(self, sampler: str) -> None:
         self._sampler.forget(sampler)
 
     def facts(self) -> dict[str, Any]:
+        codec = self.planes.codec
         facts = {
             **self.loaded.facts,
-            "kv": self.layout.codec.name,
-            "group_size": self.layout.group_size,
-            "rotation": "hadamard" if self.layout.codec.k_bits < 16 else None,
+            "kv": codec.name,
+            "group_size": self.planes.group_size,
+            "rotation": "hadamard" if codec.k_bits < 16 else None,
         }
+        # absent where a page is in one piece, as it was before there were planes
+        if len(self.planes.planes) > 1:
+            facts["planes"] = [[plane.kind, plane.layers] for plane in self.planes.planes]
         # absent, not null, where there is none: so what was remembered before there was a vector is still found without one
         return facts if self._k_mean is None else {**facts, "centring": hashlib.sha256(self._k_mean.tobytes()).hexdigest()}
 

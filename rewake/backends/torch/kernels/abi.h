@@ -56,6 +56,7 @@ struct RwDenseLayer {
     const float *attention_norm, *mlp_norm;
     const float *q_norm, *k_norm;  // of each head; null: none
     RwLayer attention;
+    int32_t slot;  // of a page, in which it lies
 };
 
 // A decoder of the Llama family: everything a step needs that does not change from step to step.

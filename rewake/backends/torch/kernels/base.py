@@ -19,13 +19,13 @@ __all__ = ["AttentionKernels", "LayerAttention", "RaggedBatch"]
 
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
-    """Which tokens of a step belong to which sequence, and where their K and V lie. Tensors are contiguous.
+    """Which tokens of a step belong to which sequence, and where their K and V in one slot of each page lie. Tensors are contiguous.
 
     Query row i of a sequence with n rows stands at position `kv_length - n + i` and attends to positions up to its
     own (and beyond `position - window`, if a window is set).
     """
 
-    block_table: Tensor  # int64 [seqs, max_pages]: byte offset of each page in the arena (256 tokens each; unused entries 0)
+    block_table: Tensor  # int64 [seqs, max_pages]: byte offset in the arena, for each page of 256 tokens; -1: no query attends to it
     page_codecs: Tensor  # uint8 [seqs, max_pages]: Codec.index of each page; bf16 never mixes with the others
     query_starts: Tensor  # int32 [seqs + 1]: rows of the flattened batch of each sequence
     kv_lengths: Tensor  # int32 [seqs]: tokens of each sequence, those this step appends included
@@ -39,7 +39,7 @@ class RaggedBatch:
 class LayerAttention:
     """What is constant for one layer."""
 
-    layer: int  # index of the layer inside its cache group: position in the page
+    layer: int  # index of the layer inside its slot
     scale: float  # multiplies q.k
     window: int | None = None
     soft_cap: float | None = None  # s = cap * tanh(s / cap), after scaling
@@ -53,7 +53,7 @@ class LayerAttention:
 class AttentionKernels(Protocol):
     """Append K and V of a step to their pages, and attend to them.
 
-    `arena` is uint8 [bytes]. `layouts` maps Codec.index to the PageLayout (256 rows) of this cache group. K is rotated
+    `arena` is uint8 [bytes]. `layouts` maps Codec.index to the PageLayout (256 rows) of a slot. K is rotated
     (`quant.hadamard`), and centred by `k_mean`, wherever a page's `k_bits` is below 16; bf16 pages hold plain values.
     """
 

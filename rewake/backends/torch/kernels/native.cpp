@@ -341,7 +341,7 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 2; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 3; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
 
@@ -365,11 +365,11 @@ API int rw_attend(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* 
     return run_attend(job, arena_bytes, *kernels, threads);
 }
 
-API int rw_step(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batch, const RwDense* model,
+API int rw_step(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batches, const RwDense* model,
                 const int32_t* tokens, const int32_t* positions, const int32_t* wanted, int32_t num_wanted, float* logits, int32_t threads) {
     const Kernels* kernels = kernels_of(isa);
     if (!kernels) return BAD_ISA;
-    return Step(*model, {arena, arena_bytes, layouts, batch, tokens, positions, wanted, num_wanted, logits}, *kernels, threads).run();
+    return Step(*model, {arena, arena_bytes, layouts, batches, tokens, positions, wanted, num_wanted, logits}, *kernels, threads).run();
 }
 
 }  // extern "C"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
 ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
-VERSION = 2  # of the interface to the library
+VERSION = 3  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
@@ -166,7 +166,7 @@ class NativeKernels:
         self,
         arena: Tensor,
         layouts: object,
-        batch: RaggedBatch,
+        batches: Sequence[RaggedBatch],
         plan: Structure,
         tokens: int,
         positions: int,
@@ -174,13 +174,16 @@ class NativeKernels:
         num_wanted: int,
         logits: npt.NDArray[np.float32],
     ) -> None:
-        """The whole step of `plan` (kernels.step), with addresses of its int32 arrays; `layouts` are `layouts_of` them."""
+        """The whole step of `plan` (kernels.step), with addresses of its int32 arrays; `layouts` are `layouts_of` them.
+
+        `batches` are the step's as each slot of a page sees it.
+        """
         refused = self._library.rw_step(
             self._isa,
             arena.data_ptr(),
             arena.numel(),
             layouts,
-            _batch_of(batch),
+            (_Batch * len(batches))(*map(_batch_of, batches)),
             ctypes.addressof(plan),
             tokens,
             positions,

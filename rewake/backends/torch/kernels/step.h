@@ -8,7 +8,7 @@ struct StepArgs {
     uint8_t* arena;
     int64_t arena_bytes;
     const RwLayout* layouts;
-    const RwBatch* batch;
+    const RwBatch* batches;  // of each slot of a page: they differ in where pages lie
     const int32_t *tokens, *positions;
     const int32_t* wanted;  // rows whose logits are wanted
     int32_t num_wanted;
@@ -20,7 +20,7 @@ constexpr int64_t ROWS_PER_PIECE = 4, PIECES_PER_THREAD = 6;
 class Step {
   public:
     Step(const RwDense& model, const StepArgs& args, const Kernels& kernels, int threads)
-        : model_(model), args_(args), kernels_(kernels), linear_(*kernels.linear), threads_(threads), rows_(args.batch->tokens) {}
+        : model_(model), args_(args), kernels_(kernels), linear_(*kernels.linear), threads_(threads), rows_(args.batches->tokens) {}
 
     int run() {
         if (!rows_) return OK;
@@ -141,10 +141,11 @@ class Step {
         multiply({{&layer.q, q, width}, {&layer.k, k, width}, {&layer.v, v, width}}, hidden_, false);
         turn(q, model_.q_heads, layer.q_norm);
         turn(k, model_.kv_heads, layer.k_norm);
-        const AppendJob append = {args_.arena, args_.layouts, args_.batch, &layer.attention, {k, width, dim, 0}, {v, width, dim, 0}, model_.kv_heads};
+        const RwBatch* batch = args_.batches + layer.slot;
+        const AppendJob append = {args_.arena, args_.layouts, batch, &layer.attention, {k, width, dim, 0}, {v, width, dim, 0}, model_.kv_heads};
         if (Refusal bad = run_append(append, args_.arena_bytes, kernels_, threads_)) return bad;
         AttendJob attend = {};
-        attend.arena = args_.arena, attend.layouts = args_.layouts, attend.batch = args_.batch, attend.layer = &layer.attention;
+        attend.arena = args_.arena, attend.layouts = args_.layouts, attend.batch = batch, attend.layer = &layer.attention;
         attend.q = {q, width, dim, 0};
         attend.out = attended_, attend.q_heads = model_.q_heads;
         if (Refusal bad = run_attend(attend, args_.arena_bytes, kernels_, threads_)) return bad;

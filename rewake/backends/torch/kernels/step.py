@@ -92,6 +92,7 @@ class _Layer(Structure):
         *((name, _Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         ("attention", native.Layer),
+        ("slot", c_int32),
     )
 
 
@@ -119,28 +120,30 @@ class DenseStep:
         layouts: Mapping[int, PageLayout],
         windows: Sequence[int | None] = (),
         k_mean: Tensor | None = None,
+        places: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`windows` is each layer's, none being full attention; `k_mean` f32 [layers, kv_heads, head_dim] what K is centred by."""
+        """`windows` is each layer's, none being full attention; `k_mean` f32 [layers, kv_heads, head_dim] what K is centred by.
+
+        `places`: each layer's slot of a page, and its index in there; none being one slot for all.
+        """
         assert why_unfit(plan.hidden, plan.intermediate, plan.q_heads, plan.head_dim) is None
         self._kept: list[object] = [plan, arena]  # addresses of these are in the structures
         self._kernels, self._arena, self._layouts = kernels, arena, kernels.layouts_of(layouts)[0]
         layout = next(iter(layouts.values()))
         scale = plan.head_dim**-0.5
+        self._places = places or [(0, i) for i in range(len(plan.layers))]
+        self._num_slots = 1 + max(slot for slot, _ in self._places)
         self._attention = [
             LayerAttention(
-                i,
+                self._places[i][1],
                 scale,
                 window=windows[i] if windows else None,
                 k_mean=None if k_mean is None else k_mean[i].contiguous(),
             )
             for i in range(len(plan.layers))
         ]
-        assert (layout.layers, layout.kv_heads, layout.k_dim, layout.v_dim) == (
-            len(plan.layers),
-            plan.kv_heads,
-            plan.head_dim,
-            plan.head_dim,
-        )
+        assert layout.layers * self._num_slots == len(plan.layers)
+        assert (layout.kv_heads, layout.k_dim, layout.v_dim) == (plan.kv_heads, plan.head_dim, plan.head_dim)
         layers = (_Layer * len(plan.layers))(*(self._layer(i, layer, plan, layout) for i, layer in enumerate(plan.layers)))
         matrices = [w.matrix for layer in plan.layers for w in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
         kinds = {PLAIN_INPUTS if m.is_plain else FIXED_INPUTS for m in (*matrices, plan.head.matrix)}
@@ -162,17 +165,18 @@ class DenseStep:
         self.vocab_size = plan.head.matrix.outputs
 
     def run(
-        self, batch: RaggedBatch, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+        self, batches: Sequence[RaggedBatch], tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
     ) -> F32:
-        """Append all K and V, and return the logits [wanted, vocab] of the rows `wanted`."""
-        (rows,) = batch.append_pages.shape
+        """Append all K and V, and return the logits [wanted, vocab] of the rows `wanted`. `batches` are those of each slot of a page."""
+        (rows,) = batches[0].append_pages.shape
+        assert len(batches) == self._num_slots
         assert all(x.dtype == np.int32 and x.flags.c_contiguous for x in (tokens, positions, wanted))
         assert tokens.shape == positions.shape == (rows,)
         logits = np.empty((len(wanted), self.vocab_size), np.float32)
         self._kernels.step(
             self._arena,
             self._layouts,
-            batch,
+            batches,
             self._plan,
             tokens.ctypes.data,
             positions.ctypes.data,
@@ -203,6 +207,7 @@ class DenseStep:
             self._vector(layer.q_norm, plan.head_dim),
             self._vector(layer.k_norm, plan.head_dim),
             native.layer_of(self._attention[index], layout),
+            self._places[index][0],
         )
 
     def _linear(self, weights: Weights) -> _Linear:

@@ -50,9 +50,10 @@ class VectorisedKernels:
             mine = q[starts[i] : starts[i + 1]]
             if len(mine) == 0:
                 continue
-            pages = batch.block_table[i, : -(-length // PAGE_TOKENS)].tolist()
-            codecs = batch.page_codecs[i, : len(pages)].tolist()
-            k, v = (x[:, :length] for x in read_pages(arena, layouts, layer.layer, pages, codecs))
+            oldest = max(0, length - len(mine) - layer.window + 1) // PAGE_TOKENS if layer.window else 0  # those before may be gone
+            pages = batch.block_table[i, oldest : -(-length // PAGE_TOKENS)].tolist()
+            codecs = batch.page_codecs[i, oldest : oldest + len(pages)].tolist()
+            k, v = (x[:, : length - oldest * PAGE_TOKENS] for x in read_pages(arena, layouts, layer.layer, pages, codecs))
             rotated = layouts[codecs[0]].codec.k_bits < 16
             if layer.v_is_k_prefix:
                 v = prefix_of(k, rotated, layer)

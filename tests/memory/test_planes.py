@@ -1,0 +1,221 @@
+"""Pages of several planes: layers that see a window leave memory behind it, and stay on disk.
+
+The fake's two sliding layers are read back over their window at every step, and a plane that a query attends to and that is not
+there fails the test (fakes.EchoBackend). So "the answer is right" says that each plane was where it was needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewake.memory.memory import pages_for
+from rewake.memory.portable import read_portable
+from rewake.memory.tree import Branch, Page
+from rewake.quant import PAGE_TOKENS
+from rewake.store.files import Files
+from tests.fakes import EchoBackend, EngineHarness, expected_answer
+
+WINDOW = 300
+LENGTHS = (255, 256, 257, WINDOW - 1, WINDOW, WINDOW + 1, 511, 512, 513, 1300)
+
+
+def text(seed: int, length: int) -> list[int]:
+    return [2 + (seed * 131 + i * i * 7 + i) % 997 for i in range(length)]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[EngineHarness]:
+    made = EngineHarness(tmp_path, window=WINDOW)
+    yield made
+    made.close()
+    assert made.backend.num_wrong == 0
+
+
+def path_of(harness: EngineHarness, agent: str) -> tuple[list[Page], Branch]:
+    (branch, *_) = harness.engine.call(lambda: harness.memory.tree.branches_of("default", agent)).result()
+    return branch.parent.path(), branch
+
+
+def ask(harness: EngineHarness, prompt: list[int], agent: str, count: int = 3) -> Any:
+    pending = harness.ask(prompt, agent, count)
+    assert pending.tokens == expected_answer(prompt, count)
+    return pending
+
+
+def test_memory_holds_the_window_and_disk_holds_all(harness: EngineHarness) -> None:
+    ask(harness, text(1, 2000), "a")
+    pages, branch = path_of(harness, "a")
+    assert branch.next_query == 2002 and set(branch.slots) == {0, 1}
+    for page in pages:
+        is_seen = page.end > branch.next_query - WINDOW + 1
+        assert set(page.slots) == ({0, 1} if is_seen else {0}), page.number
+        assert [f.plane for f in page.files] == [0, 1]
+    assert [len(p.slots) for p in pages] == [1, 1, 1, 1, 1, 1, 2]
+    shown = harness.engine.call(lambda: harness.memory.agents.show("default", "a")).result()
+    slot = harness.memory.planes.slot_bytes
+    assert shown.state == "hot" and shown.bytes_in_memory == (7 + 2 + 3) * slot
+
+
+@pytest.mark.parametrize("window", [1, 2, 256, 257, WINDOW])
+def test_every_length_goes_on_after_eviction_and_after_a_restart(tmp_path: Path, window: int) -> None:
+    """W5: only what is new is computed, whatever lies at an edge."""
+    harness = EngineHarness(tmp_path, window=window)
+    for length in LENGTHS:
+        told = text(length, length)
+        told += ask(harness, told, str(length)).tokens
+        harness.evict_all()
+        pending = ask(harness, [*told, 5], str(length))
+        told += [5, *pending.tokens]
+        assert pending.match.computed_tokens == 2
+        assert ask(harness, told[:-1], str(length), 1).match.computed_tokens == 1
+    harness.restart()
+    for length in LENGTHS:
+        told = text(length, length)
+        told += expected_answer(told, 3)
+        told += [5, *expected_answer([*told, 5], 3)]
+        pending = ask(harness, [*told, 7], str(length))
+        assert (pending.match.kind, pending.match.computed_tokens) == ("extend", 2)
+    harness.close()
+
+
+def test_an_edit_anywhere_is_reused_up_to_there(harness: EngineHarness) -> None:
+    """P7: what the edit needs of windows that have left memory is read."""
+    told = text(1, 1700)
+    ask(harness, told, "a")
+    for at in (1, 255, 256, 257, 500, 768, 900, 1299, 1301, 1500):
+        harness.evict_all() if at % 2 else None
+        pending = ask(harness, [*told[:at], 1, 1, 1], f"edit{at}")
+        assert (pending.match.kind, pending.match.reused_tokens) == ("diverge", at)
+
+
+def test_an_agent_is_rewound_and_forked_to_any_length(harness: EngineHarness) -> None:
+    told = text(1, 1200)
+    told += ask(harness, told, "a").tokens
+    for length in (1100, 1024, 700, 513, 300, 256, 20):
+        harness.restart()
+        for verb in ("fork", "rewind"):
+            done: list[Any] = []
+            ended = threading.Event()
+
+            def note(error: Any, done: list[Any] = done, ended: threading.Event = ended) -> None:
+                done.append(error)
+                ended.set()
+
+            agents = harness.memory.agents
+            if verb == "fork":
+                harness.engine.call(lambda note=note, n=length, a=agents: a.fork("default", "a", f"f{n}", note, tokens=n)).result()
+            else:
+                harness.engine.call(lambda note=note, n=length, a=agents: a.rewind("default", "a", note, tokens=n)).result()
+            assert ended.wait(30) and done == [None]
+            who = f"f{length}" if verb == "fork" else "a"
+            assert ask(harness, [*told[:length], 9], who, 1).match.computed_tokens == 1
+
+
+def test_without_a_disk_a_dropped_window_is_computed_again() -> None:
+    """The usable prefix is the least of all planes: an edit whose window is gone begins where one is left, or anew."""
+    harness = EngineHarness(None, num_pages=6, window=WINDOW)
+    told = text(1, 1200)
+    told += ask(harness, told, "a").tokens
+    ask(harness, text(50, 300), "b")  # in slots of windows that "a" has left behind
+    assert ask(harness, [*told, 8], "a").match.computed_tokens == 2
+    assert ask(harness, [*told[:800], 1, 1], "c").match.reused_tokens == 0
+    assert harness.backend.num_wrong == 0
+    harness.close()
+
+
+def test_without_a_disk_a_window_stays_as_long_as_there_is_room() -> None:
+    harness = EngineHarness(None, window=WINDOW)
+    told = text(1, 1200)
+    ask(harness, told, "a")
+    assert ask(harness, [*told[:800], 1, 1], "a").match.reused_tokens == 800
+    harness.close()
+
+
+def test_a_damaged_window_is_computed_again_and_written_anew(harness: EngineHarness) -> None:
+    """W2, for one plane: what later tokens do not attend to is not lost with it."""
+    told = text(1, 1400)
+    told += ask(harness, told, "a").tokens
+    pages, _ = path_of(harness, "a")
+    damaged = harness.data / pages[4].files[1].name  # type: ignore[operator]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    harness.restart()
+    pending = ask(harness, [*told, 5], "a")
+    assert 0 < pending.match.reused_tokens <= 4 * PAGE_TOKENS and not damaged.exists()
+    pages, _ = path_of(harness, "a")
+    assert [[f.plane for f in page.files] for page in pages] == [[0, 1]] * 5
+    harness.restart()
+    told += [5, *pending.tokens]
+    assert ask(harness, [*told, 6], "a").match.computed_tokens == 2
+
+
+def test_a_damaged_window_that_nobody_sees_hurts_nobody(harness: EngineHarness) -> None:
+    told = text(1, 1400)
+    told += ask(harness, told, "a").tokens
+    pages, _ = path_of(harness, "a")
+    (harness.data / pages[1].files[1].name).unlink()  # type: ignore[operator]
+    harness.restart()
+    assert ask(harness, [*told, 5], "a").match.computed_tokens == 2
+    assert ask(harness, [*told[:600], 1], "b").match.reused_tokens == 1 * PAGE_TOKENS, "page 1 has no window any more"
+
+
+def test_agents_share_a_page_of_which_each_needs_other_planes(harness: EngineHarness) -> None:
+    """One has gone far ahead of a common beginning, others begin there: nobody's need is another's loss."""
+    common = text(1, 600)
+    ask(harness, [*common, *text(2, 1500)], "far")
+    for i in range(4):
+        ask(harness, [*common, 10 + i, 3], f"near{i}")
+    harness.evict_all()
+    running = [harness.submit([*common, *text(20 + i, 900 * (i % 2) + 5)], f"new{i}", 3) for i in range(6)]
+    for i, pending in enumerate(running):
+        pending.result()
+        assert pending.tokens == expected_answer([*common, *text(20 + i, 900 * (i % 2) + 5)], 3)
+    harness.check()
+
+
+class SlowFiles(Files):
+    """A disk that writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def sync(self, fd: int) -> None:
+        assert self.go_on.wait(60)
+        super().sync(fd)
+
+
+def test_a_long_prompt_passes_through_little_memory(tmp_path: Path) -> None:
+    """Windows that are let go make room for the next, and a prompt whose windows wait for the disk waits, too."""
+    files, pages = SlowFiles(), 20
+    harness = EngineHarness(tmp_path, EchoBackend(11, window=1), num_pages=11, window=1, files=files, chunk=256)  # 33 slots; 60 for all
+    told = text(1, pages * PAGE_TOKENS - 10)
+    pending = harness.submit(told, "a", 3)
+    assert not pending.first_token.wait(0.5)
+    files.go_on.set()
+    pending.result()
+    assert pending.tokens == expected_answer(told, 3) and pages_for(len(told)) == pages
+    assert ask(harness, [*told, *pending.tokens, 4], "a").match.computed_tokens == 2
+    harness.close()
+
+
+def test_an_export_has_what_is_left_of_each_page(tmp_path: Path) -> None:
+    harness = EngineHarness(tmp_path / "data", window=WINDOW)
+    told = text(1, 1400)
+    told += ask(harness, told, "a").tokens
+    ended = threading.Event()
+    harness.engine.call(lambda: harness.memory.agents.export("default", "a", tmp_path / "a.tar", lambda _: ended.set())).result()
+    assert ended.wait(30)
+    harness.close()
+    other = EngineHarness(tmp_path / "other", window=WINDOW)
+    with open(tmp_path / "a.tar", "rb") as file:
+        about, pages = read_portable(file, other.backend.planes)
+        taken = threading.Event()
+        other.engine.call(lambda: other.memory.agents.take_in("default", "b", about, pages, lambda _: taken.set())).result()
+        assert taken.wait(30)
+    assert ask(other, [*told, 5], "b").match.computed_tokens == 2
+    assert ask(other, [*told[:500], 1], "c").match.reused_tokens == 500
+    other.close()
