@@ -52,6 +52,7 @@ namespace avx512 {
 #include "simd_avx512.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_codes.h"
 #include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
@@ -68,6 +69,7 @@ namespace avx2 {
 #include "simd_avx2.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_codes.h"
 #include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
@@ -83,6 +85,7 @@ namespace portable {
 #include "simd_portable.h"
 #include "kernels_append.h"
 #include "kernels_scores.h"
+#include "kernels_codes.h"
 #include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
@@ -341,7 +344,7 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 2; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 3; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
 

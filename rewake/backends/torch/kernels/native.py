@@ -25,7 +25,7 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
 ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
-VERSION = 2  # of the interface to the library
+VERSION = 3  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
