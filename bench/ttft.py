@@ -13,7 +13,9 @@ from handing the request to the engine to its first token; medians of interleave
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -24,8 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import geometry
 from bench.common import Bar, finish, flags, table
 from rewake.config import Config
+from rewake.errors import ModelError
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service, open_service
 
@@ -116,13 +120,36 @@ def restarted(arguments: list[str]) -> None:
     service.close()
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def of_geometry(args: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(args.threads or os.cpu_count() or 1)
+    try:
+        rows, bars = geometry.measure(args.geometry, args.contexts or geometry.CONTEXTS[: 1 if args.quick else None], args.kv)
+    except ModelError as refused:
+        print(f"bench.ttft: {refused}", file=sys.stderr)
+        return 2
+    return finish("ttft", rows, bars, args)
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--restarted"]:
         restarted(sys.argv[2:])
         return 0
     parser = flags(__doc__)
     parser.add_argument("--kv", default="q4", help="codec (q4)")
+    parser.add_argument(
+        "--geometry", choices=geometry.GEOMETRIES, help="a model of the paper's size, with random weights; see bench.geometry"
+    )
+    parser.add_argument("--contexts", type=sizes, metavar="N,N", help="tokens, for --geometry (1024,2048,4096; --quick: 1024)")
+    parser.add_argument("--threads", type=int, default=0, help="for --geometry (all cores)")
     args = parser.parse_args()
+    if args.geometry:
+        return of_geometry(args)
     contexts, repetitions = ((500, 4000), 2) if args.quick else (CONTEXTS, 5)
     with tempfile.TemporaryDirectory() as data:
         config = replace(Config(), data=Path(data), kv=args.kv)

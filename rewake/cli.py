@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 CHAT_TOKENS, CHAT_TEMPERATURE = 512, 0.2  # of an answer in `chat`: small models ramble, and more so when warm
 AGENT_SIZES = (4096, 8192, 16384, 32768)  # tokens
-MODEL_FLAGS = ("model", "kv", "kv_loss", "memory", "threads")
+MODEL_FLAGS = ("model", "weights", "kv", "kv_loss", "memory", "threads")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     command("serve", serve, "serve the OpenAI protocol on this machine")
     command("pull", pull, "fetch a model, and convert it if need be", ("model",))
     about = "measure a model: centre its keys, so that they lose less in few bits, and tell what each codec loses"
-    calibrate_parser = command("calibrate", calibrate, about, ("model", "threads", "kv_loss"))
+    calibrate_parser = command("calibrate", calibrate, about, ("model", "weights", "threads", "kv_loss"))
     calibrate_parser.add_argument("--text", type=Path, metavar="FILE", help="what to measure on (text the model itself writes)")
     calibrate_parser.add_argument("--again", action="store_true", help="even if it was done before")
     chat_parser = command("chat", chat, "talk to an agent of a running server", tuple(SERVER_FLAGS), SERVER_FLAGS)
@@ -128,7 +128,7 @@ def calibrate(config: Config, flags: dict[str, Any]) -> int:
     from rewake.text.tokenizer import Tokenizer
 
     path = resolve(config.model)
-    loaded = load_model(path, config.threads)
+    loaded = load_model(path, config.threads, config.weights)
     known = find(loaded.fingerprint)
     if known and not flags["again"]:
         say(f"This model has been measured on {known.text}; --again does it anew.")

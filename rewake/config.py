@@ -21,13 +21,21 @@ from rewake.errors import ConfigError
 from rewake.models import DEFAULT_MODEL
 from rewake.quant import CODINGS
 
-__all__ = ["AUTO", "KEY_FILE", "LOOPBACK", "Config", "add_flags", "load_config", "parse_bytes"]
+__all__ = ["AUTO", "KEY_FILE", "LOOPBACK", "SHIPPED", "WEIGHTS", "Config", "add_flags", "load_config", "parse_bytes"]
 
 KEY_FILE = user_config_path("rewake") / "key"  # never a flag: other users see those
 
 AUTO = "auto"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ORIGIN = re.compile(r"https?://[^/*\s,]+")
+SHIPPED = "shipped"
+WEIGHTS = (SHIPPED, "q8", "q4")
+CHOICES = {
+    "kv": (*CODINGS, AUTO),
+    "weights": WEIGHTS,
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZES = ("memory", "disk")  # settings in bytes
 
@@ -46,6 +54,7 @@ class Config:
     disk: int = setting(32 * 2**30, "bytes for pages on disk; what is worth least is forgotten beyond that")
     kv: str = setting("q4", f"how K and V are kept: {', '.join(CODINGS)} (:32 is the group size), or auto: see --kv-loss")
     kv_loss: float = setting(0.01, "what --kv auto may lose of perplexity: it takes the smallest codec that loses at most that")
+    weights: str = setting(SHIPPED, "how weights are kept: shipped (as they are), or safetensors coded on load: q8, q4")
     context: int = setting(0, "longest prompt + answer in tokens (0: the model's)")
     max_running: int = setting(16, "requests computed together")
     max_waiting: int = setting(256, "requests that may wait before more are refused")
@@ -67,14 +76,11 @@ class Config:
     log_prompts: bool = setting(False, "log what is asked and answered, too")
 
     def __post_init__(self) -> None:
-        if self.kv not in (*CODINGS, AUTO):
-            raise ConfigError(f"kv is {self.kv!r}: it must be one of {', '.join((*CODINGS, AUTO))}")
+        for name, choices in CHOICES.items():
+            if (chosen := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {chosen!r}: it must be one of {', '.join(choices)}")
         if not 0 <= self.kv_loss < float("inf"):
             raise ConfigError(f"kv_loss is {self.kv_loss}: it must be at least 0, such as 0.01 for 1 %")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
-        if self.log_format not in ("text", "json"):
-            raise ConfigError(f"log_format is {self.log_format!r}: it must be text or json")
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -47,7 +47,7 @@ WHEELS = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-FORM = "-3"  # of what conversion makes: folders that an older one has made are left alone
+FORM = "-4"  # of what conversion makes: folders that an older one has made are left alone
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*")
 
 

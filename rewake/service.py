@@ -61,7 +61,7 @@ def load_backend(config: Config, path: Path) -> Backend:
     from rewake.backends.torch.loader import load_model
     from rewake.backends.torch.model import TorchBackend
 
-    loaded = load_model(path, config.threads)
+    loaded = load_model(path, config.threads, config.weights)
     calibration = find(loaded.fingerprint)
     coding, why = choose_coding(config, calibration)
     codec, group = CODINGS[coding]

@@ -6,6 +6,7 @@
   cold     4,096 tokens: 0.43 TFLOP of integer products, and attention
   hot      16 new tokens behind 4,096: one step of 16 rows
   busy     the same decoding while another process spins on one of the two cores
+  start    a new process, from its start to the first token behind 4,096 remembered ones; and what HTTP adds: see wake.py
   memory   of the process once it has answered, without the arena, of which next to nothing is in use by then
 
 Rates are tokens a second. All compute the same ids on two threads, in turn within each repetition. Medians.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import Bar, table
+from bench.peers import wake
 from bench.peers.base import Peer, cores
 from bench.peers.kernels import DECODED, DEPTH, EIGHT, Measured, attempt, long, short, start, together, warm_up
 from bench.peers.prompts import Prompts
@@ -56,6 +58,8 @@ def measure(peers: Sequence[Peer], prompts: Prompts, kv: str, quick: bool) -> tu
                 for m in (m for m in measured if repetition < m.peer.repetitions):
                     attempt(m, partial(stage, prompts=prompts, repetition=repetition))
             attempt(ours, partial(beside_a_busy_loop, prompts=prompts, repetition=repetition))
+            if not repetition:
+                attempt(ours, partial(come_back, prompts=prompts, kv=kv, repetitions=2 if quick else 7))
             print(f"repetition {repetition + 1} is done", file=sys.stderr)
     finally:
         for m in measured:
@@ -94,6 +98,12 @@ def beside_a_busy_loop(m: Measured, prompts: Prompts, repetition: int) -> None:
     free = together(m.ask([prompt], DECODED))
     with busy_loop():
         m.note("busy", together(m.ask([prompt], DECODED)) / free)
+
+
+def come_back(m: Measured, prompts: Prompts, kv: str, repetitions: int) -> None:
+    """Our worker is stopped meanwhile, as all are that are not asked."""
+    m.note("start", wake.start(kv, prompts.take("start", wake.CONTEXT), prompts.take("start", wake.NEW_TOKENS + 1), repetitions))
+    m.note("http", wake.over_http(kv, repetitions))
 
 
 @contextmanager
@@ -145,6 +155,8 @@ def bars_of(measured: list[Measured], kv: str) -> list[Bar]:
     bars += [
         Bar(GROUP, "eight at 1024 / one", number("eight 1024") / number("decode 1024"), 3),
         Bar(GROUP, f"16 new tokens behind {DEPTH}, ms", number("hot"), 42, most=True),
+        Bar(GROUP, f"start of a process to the first token behind {DEPTH}, s", number("start"), 3, most=True),
+        Bar(GROUP, "HTTP adds, ms", number("http"), 10, most=True),
         Bar(GROUP, "beside a busy loop / alone", number("busy"), 0.4),
         Bar(GROUP, "resident beyond weights and pages, MB", number("resident") / 1e6, BASE / 1e6, most=True),
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from rewake.errors import InvalidRequest, ModelError
 from rewake.text.toolcalls import HI, REFUSALS, Shown, shown_calls, shows_several, shows_tools, with_text_arguments
@@ -27,7 +27,7 @@ class Tokenizer:
     """Text to ids and back; special tokens in text are recognised as such."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self._tokenizer: Any = open_tokenizer(path)
         if not self._tokenizer.is_fast:
             raise ModelError("the model's tokenizer has no fast version: its text cannot be streamed exactly")
         special = {str(t): int(i) for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
@@ -193,6 +193,15 @@ def with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     rest = {key: value for key, value in message.items() if key != "reasoning_content"}
     return {**rest, "content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
+
+
+def open_tokenizer(path: Path) -> Any:
+    """What `tokenizer.json` says, whatever class its model has: looking for that one imports models, and takes a second of a start."""
+    if (path / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 class Detokenizer:

@@ -61,7 +61,7 @@ def test_what_cannot_be_served_is_refused_at_load_with_the_reason(
 def test_a_window_that_the_code_does_not_know_of_is_noticed(tmp_path: Path) -> None:
     """Config and code must agree on what is attended to: else pages would hold what nobody can say."""
     save(next(f for f in FAMILIES if f.name == "Gemma 3"), tmp_path)
-    loaded = load_model(tmp_path, threads=2)
+    loaded = load_model(tmp_path, threads=2, prefer_native=False)
     loaded.eager.model.layers[0].self_attn.sliding_window = 64
     with pytest.raises(ModelError, match="its config says"):
         TorchBackend(loaded, "bf16", 2**24).forward(Batch((Row((1, 2, 3), 0, 0, (0,), ("p",), "s"),)))

@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from rewake.backends.base import Batch, Output, Row
-from rewake.backends.torch.dense import CODED, frequencies, why_not_dense
+from rewake.backends.torch.blocks import BLOCKS, quantise
+from rewake.backends.torch.dense import CODED, completed, frequencies, why_not_dense
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.model import TorchBackend
+from rewake.cli import main
+from rewake.config import Config
+from rewake.errors import ConfigError, ModelError
+from rewake.models import resolve
 from rewake.planes import slot_bytes
 from rewake.quant import PAGE_TOKENS, f32_to_bf16
 from rewake.request import Sampling
@@ -38,21 +45,23 @@ def ids(model_path: Path) -> list[int]:
 # ---- near the exact model
 
 
-@pytest.fixture(scope="module")
-def exact(model_path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
-    """float32 logits of transformers with the default model's weights exactly as they are coded."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
+def exact_logits(path: Path, ids: list[int], rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     weights = model.state_dict()
-    with safe_open(model_path / "coded" / "weights.safetensors", framework="pt") as file:
+    with safe_open(path / CODED, framework="pt") as file:
         for name, kind in json.loads(file.metadata()["blocks"]).items():
             weights[name].copy_(torch.from_numpy(dequantize(file.get_tensor(name).numpy(), GGMLQuantizationType[kind])))
     with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0].numpy()  # type: ignore[no-any-return]
+        return model.lm_head(model.model(torch.tensor([ids])).last_hidden_state[0, rows]).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def exact(model_path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
+    """float32 logits of transformers with the default model's weights exactly as they are coded."""
+    return exact_logits(model_path, ids)
 
 
 CUTS = [1, 8, 9, *range(20, 255, 9), 255, 256, 257, 300]
@@ -70,14 +79,56 @@ def test_logits_are_those_of_the_weights_as_shipped(
     assert mean_kl(exact[[c - 1 for c in CUTS]], mine) < 2e-4
 
 
+GEMMA_CUTS = [1, 8, 9, *range(20, 255, 25), 255, 256, 257, 300, 511, 512, 513, 514, 600]  # around pages, and the window's edge
+
+
+@pytest.fixture(scope="module")
+def gemma_path() -> Path:
+    return resolve("gemma3-270m")
+
+
+@pytest.fixture(scope="module")
+def gemma_ids(gemma_path: Path) -> list[int]:
+    from rewake.text.tokenizer import Tokenizer
+
+    return [2, *Tokenizer(gemma_path).encode((Path(__file__).parents[2] / "docs" / "architecture.md").read_text())[:599]]
+
+
+@pytest.fixture(scope="module")
+def exact_gemma(gemma_path: Path, gemma_ids: list[int]) -> np.ndarray[Any, Any]:
+    return exact_logits(gemma_path, gemma_ids, [c - 1 for c in GEMMA_CUTS])
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_gemmas_logits_are_those_of_its_weights_as_shipped(
+    monkeypatch: pytest.MonkeyPatch, gemma_path: Path, gemma_ids: list[int], exact_gemma: np.ndarray[Any, Any], isa: str
+) -> None:
+    """Q4_K, Q5_0, Q6_K and Q8_0, in one file; two windows, two rotations, norms on both sides. Mean KL, K and V in bf16."""
+    monkeypatch.setenv("REWAKE_ISA", isa)
+    loaded = load_model(gemma_path, threads=2)
+    assert "native" in loaded.step_why and "shipped" in loaded.weights
+    mine = steps(torch_backend(loaded, "bf16", 3), gemma_ids, GEMMA_CUTS)
+    assert mean_kl(exact_gemma, mine) < 1e-3
+
+
+def test_gemmas_row_has_the_same_bits_in_any_company(gemma_path: Path, gemma_ids: list[int], kv: str) -> None:
+    """Alone, cut otherwise, and beside five others."""
+    loaded = load_model(gemma_path, threads=2)
+    pages = Pages(torch_backend(loaded, kv, 14))
+    for i in range(6):
+        pages.run(pages.row(i, gemma_ids[i:], 0, 290 + i))
+    together = pages.run(*(pages.row(i, gemma_ids[i:], 290 + i, 300) for i in range(6))).logits
+    for i in (0, 5):
+        for start, end in ((0, 3), (3, 270), (270, 300)):
+            alone = pages.run(pages.row(6, gemma_ids[i:], start, end)).logits[0]
+        assert np.array_equal(alone, together[i])
+
+
 def test_plain_weights_are_as_near(model_path: Path, tmp_path: Path, ids: list[int]) -> None:
     """bfloat16 safetensors, against transformers in float32 with the same weights."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path / "plain"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(model_path / name)
+    folder = plain_folder(model_path, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.inference_mode():
         want = model(torch.tensor([ids[:200]])).logits[0].numpy()
@@ -87,25 +138,68 @@ def test_plain_weights_are_as_near(model_path: Path, tmp_path: Path, ids: list[i
     assert mean_kl(want[[c - 1 for c in cuts]], steps(torch_backend(loaded, "bf16", 2), ids, cuts)) < 2e-4
 
 
+@pytest.mark.parametrize(("weights", "loss"), [("q8", 0.002), ("q4", 0.3)])
+def test_weights_are_coded_on_load_when_asked(model_path: Path, tmp_path: Path, ids: list[int], weights: str, loss: float) -> None:
+    """As near to transformers with the very weights that the codes stand for; what coding them loses is bounded loosely."""
+    from transformers import AutoModelForCausalLM
+
+    folder = plain_folder(model_path, tmp_path)
+    loaded = load_model(folder, threads=2, weights=weights)
+    assert loaded.plan is not None and f"{weights}, coded on load" in loaded.weights
+    assert loaded.facts["weights"] != load_model(folder, threads=2).facts["weights"], "a fact of the signature"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    cuts = [1, 9, 150, 160, 195, 200]
+    rows = [c - 1 for c in cuts]
+    with torch.inference_mode():
+        uncoded = model(torch.tensor([ids[:200]])).logits[0, rows].numpy()
+        for name, w in model.state_dict().items():
+            if w.ndim == 2 and name != "lm_head.weight":  # which is the embedding
+                found = quantise(w.numpy(), 8 if "embed" in name or weights == "q8" else 4)
+                w.copy_(torch.from_numpy(found.codes * each(found.scales, 32)[..., 0] + each(found.minima, 32)[..., 0]))
+        want = model(torch.tensor([ids[:200]])).logits[0, rows].numpy()
+    got = steps(torch_backend(loaded, "bf16", 2), ids, cuts)
+    assert mean_kl(want, got) < 2e-4
+    assert mean_kl(uncoded, got) < loss
+
+
+def test_weights_that_cannot_be_coded_are_refused(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="shipped in quantised blocks"):
+        load_model(model_path, weights="q4")
+    folder = tiny("Llama", tmp_path)
+    with pytest.raises(ModelError, match="only the native step"):
+        load_model(folder, weights="q8", prefer_native=False)
+    with pytest.raises(ConfigError, match="weights is 'q5'"):
+        Config(weights="q5")
+
+
+def plain_folder(model_path: Path, tmp_path: Path) -> Path:
+    """The default model as bfloat16 safetensors only."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(model_path / name)
+    return folder
+
+
 def tiny(kind: str, folder: Path, **changes: Any) -> Path:
     """A random model of two layers."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=200,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        **changes,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    shape = {
+        "vocab_size": 200,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**shape, **changes})
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     for name, weights in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(weights, 1.0 if "norm" in name else 0.0, 0.3)
@@ -123,6 +217,18 @@ LLAMA3 = {
 }
 
 
+GEMMA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 40,
+    "query_pre_attn_scalar": 48,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -132,6 +238,9 @@ LLAMA3 = {
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
         ("Qwen2", {}),
         ("Qwen3", {}),
+        ("Gemma2", {"sliding_window": 40, "query_pre_attn_scalar": 48}),
+        ("Gemma3Text", GEMMA),
+        ("Gemma3Text", {**GEMMA, "attention_bias": True, "final_logit_softcapping": 20.0}),
     ],
 )
 def test_random_models_agree_with_transformers_in_float32(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
@@ -142,7 +251,7 @@ def test_random_models_agree_with_transformers_in_float32(tmp_path: Path, kind: 
     assert loaded.plan is not None, loaded.step_why
     tokens = np.random.default_rng(0).integers(0, 200, 300).tolist()
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         want = model(torch.tensor([tokens])).logits[0].numpy()
     cuts = [1, 2, 30, 257, 300]
     got = steps(torch_backend(loaded, "bf16", 2), tokens, cuts)
@@ -233,9 +342,37 @@ def test_a_model_that_does_not_fit_runs_through_transformers_and_says_why(tmp_pa
     assert "step" not in loaded.facts
 
 
+def test_older_gemma_configs_mean_what_transformers_reads_in_them() -> None:
+    from transformers import Gemma2Config, Gemma3TextConfig
+
+    old = {"num_hidden_layers": 13, "sliding_window": 512, "rope_theta": 2e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 5}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    for made, config in ((Gemma2Config, {"num_hidden_layers": 5}), (Gemma3TextConfig, {"num_hidden_layers": 14}), (Gemma3TextConfig, old)):
+        want, got = made(**config).to_dict(), completed({**config, "model_type": made.model_type})
+        for key in ("layer_types", "head_dim", "query_pre_attn_scalar", "hidden_activation", "tie_word_embeddings", "sliding_window"):
+            assert got[key] == want[key], key
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            assert got.get(key) == want[key], key
+        if made is Gemma3TextConfig:
+            for kind, rope in want["rope_parameters"].items():
+                assert {"rope_type": "default", **got["rope_parameters"][kind]} == rope
+
+
 def test_the_signature_names_the_way_that_was_taken(model_path: Path) -> None:
     ours, theirs = load_model(model_path, threads=1), load_model(model_path, threads=1, prefer_native=False)
     assert ours.facts["step"] == "native" and ours.facts["weights"] != theirs.facts["weights"]
+
+
+def test_doctor_says_which_way_a_model_takes_and_why(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWAKE_DATA", str(tmp_path / "data"))
+    assert main(["doctor", "--model", str(model_path), "--memory", "64MiB"]) == 0
+    said = capsys.readouterr().out
+    assert "step     native: it is of the Llama family" in said and "in the blocks they are shipped in: 5." in said
+    folder = tiny("Llama", tmp_path, hidden_act="gelu")
+    assert main(["doctor", "--model", str(folder), "--memory", "64MiB"]) == 0
+    assert "step     transformers, not the native step: it has no 'gelu' activation" in capsys.readouterr().out
 
 
 def test_both_ways_agree_on_what_is_likely(model_path: Path, ids: list[int], exact: np.ndarray[Any, Any]) -> None:
@@ -275,18 +412,70 @@ def test_packed_plain_weights_are_pairs_of_columns() -> None:
         assert pairs[output // 16, pair, output % 16, half] == values[output, column]
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+BLOCK_BYTES = {
+    name: GGML_QUANT_SIZES[GGMLQuantizationType[name]] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+}
+HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # where blocks have float16 terms; others: two at their start
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Rows of random blocks of `kind`, their float16 terms such that a row of products stays near 1."""
+    rng = np.random.default_rng(seed)
+    weights, size = BLOCK_BYTES[kind]
+    blocks = rng.integers(0, 256, (outputs, inputs // weights, size), np.uint8)
+    largest = {"Q8_0": 128, "Q6_K": 32 * 128, "Q4_K": 16 * 63, "Q5_K": 32 * 63}.get(kind, 16)
+    for at in HALVES.get(kind, (0, 2)):
+        terms = rng.normal(1, 0.3, blocks.shape[:2]) * 4 / largest / inputs**0.5
+        blocks[..., at : at + 2] = terms.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
 def test_blocks_are_read_as_gguf_reads_them(kind: str) -> None:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    from rewake.backends.torch.dense import BLOCKS
-
-    x = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
-    blocks = quantize(x, GGMLQuantizationType[kind])
+    blocks = random_blocks(kind, 6, 512)
     found = BLOCKS[kind](blocks)
-    values = found.codes.reshape(6, 3, 32).astype(np.float32) * found.scales[..., None] + found.minima[..., None].astype(np.float32)
-    np.testing.assert_allclose(values.reshape(6, 96), dequantize(blocks, GGMLQuantizationType[kind]), rtol=1e-6, atol=1e-6)
+    codes = found.codes.reshape(6, -1, 16).astype(np.float32)
+    if isinstance(found, Codes):
+        values = codes * each(found.scales, 2) + each(found.minima, 2)
+    elif found.minima is None or found.minimum is None:
+        values = (codes - 32) * each(found.scales, 1) * each(found.scale, 16)
+    else:
+        values = codes * each(found.scales, 2) * each(found.scale, 16) + each(found.minima, 2) * each(found.minimum, 16)
+    np.testing.assert_allclose(values.reshape(6, 512), dequantize(blocks, GGMLQuantizationType[kind]), rtol=1e-5, atol=1e-7)
+
+
+def each(terms: np.ndarray[Any, Any], times: int) -> np.ndarray[Any, Any]:
+    """Float32 terms, one for each 16 columns."""
+    return terms.astype(np.float32).repeat(times, 1)[..., None]
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
+def test_products_with_weights_of_every_kind_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """On every instruction set: a random Llama whose matrices, embedding and head are blocks of `kind`; K and V in bf16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny("Llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    weights = load_file(folder / "model.safetensors")
+    blocks = {name: random_blocks(kind, *w.shape, seed=i) for i, (name, w) in enumerate(weights.items()) if w.ndim == 2}
+    vectors = {name: w.float() for name, w in weights.items() if w.ndim == 1}
+    (folder / CODED).parent.mkdir()
+    metadata = {"blocks": json.dumps(dict.fromkeys(blocks, kind))}
+    save_file({**vectors, **{name: torch.from_numpy(b) for name, b in blocks.items()}}, folder / CODED, metadata=metadata)
+
+    tokens = np.random.default_rng(1).integers(0, 200, 40).tolist()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    for name, b in blocks.items():
+        model.state_dict()[name].copy_(torch.from_numpy(dequantize(b, GGMLQuantizationType[kind])))
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens])).logits[0].numpy()
+    cuts = [1, 2, 17, 26, 40]  # rows alone, in whole blocks, and what is left of them
+    for isa in native.isas():
+        monkeypatch.setenv("REWAKE_ISA", isa)
+        got = steps(torch_backend(load_model(folder, threads=2), "bf16", 2), tokens, cuts)
+        error = np.abs(got - want[[c - 1 for c in cuts]]).max() / np.abs(want).max()
+        assert error < 0.01, isa
 
 
 def test_rotary_frequencies_are_those_of_transformers() -> None:
@@ -295,7 +484,7 @@ def test_rotary_frequencies_are_those_of_transformers() -> None:
 
     config = LlamaConfig(head_dim=64, rope_parameters=LLAMA3, max_position_embeddings=1024)
     want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    np.testing.assert_allclose(frequencies(config.to_dict()), want.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(frequencies(config.rope_parameters, 64), want.numpy(), rtol=1e-6)
 
 
 def test_conversion_writes_the_same_bytes_each_time(model_path: Path) -> None:

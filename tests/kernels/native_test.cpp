@@ -193,7 +193,7 @@ Shape random_shape() {
 
 // A random decoder of two layers, its weights in memory of exactly their size, and a batch of sequences that begin.
 struct Decoder {
-    static constexpr int HIDDEN = 64, INTERMEDIATE = 96, Q_HEADS = 4, KV_HEADS = 2, DIM = 32, VOCABULARY = 40, ROWS = 11;
+    static constexpr int HIDDEN = 256, INTERMEDIATE = 256, Q_HEADS = 4, KV_HEADS = 2, DIM = 32, VOCABULARY = 40, ROWS = 11;
     std::vector<std::unique_ptr<uint8_t[]>> kept;
     RwDenseLayer layers[2];
     RwDense model = {};
@@ -207,14 +207,26 @@ struct Decoder {
     }
 
     RwLinear linear(int outputs, int inputs, int kind) {
-        const int tiles = (outputs + OUTPUT_TILE - 1) / OUTPUT_TILE, bits = kind == CODES4 ? 4 : 8;
-        const size_t bytes = kind == PLAIN ? (size_t)tiles * inputs * OUTPUT_TILE * 2 : (size_t)tiles * (inputs / INPUT_GROUP) * (bits + 1) * 64;
+        const int tiles = (outputs + OUTPUT_TILE - 1) / OUTPUT_TILE, bits = kind == CODES4 ? 4 : kind == CODES5 ? 5 : 8;
+        const int super_bits = kind == SUPER4 ? 4 : kind == SUPER5 ? 5 : kind == SUPER6 ? 6 : 0;
+        const size_t super = (size_t)super_bits * 512 + 320;
+        const size_t bytes = kind == PLAIN  ? (size_t)tiles * inputs * OUTPUT_TILE * 2
+                             : super_bits ? tiles * (inputs / SUPER_GROUP) * super
+                                          : (size_t)tiles * (inputs / INPUT_GROUP) * (bits + 1) * 64;
         kept.emplace_back(new uint8_t[bytes]);
         uint8_t* data = kept.back().get();
         if (kind == PLAIN)
             for (size_t i = 0; i < bytes; i += 2) {
                 const uint16_t value = portable::to_bf16((float)normal() * 0.1f);
                 memcpy(data + i, &value, 2);
+            }
+        else if (super_bits)
+            for (size_t at = 0; at < bytes; at += super) {
+                for (size_t i = 0; i < super - 64; i++) data[at + i] = (uint8_t)rng();
+                for (int i = 0; i < 2 * OUTPUT_TILE; i++) {  // 2^-14, and about the minimum that brings the mean to 0
+                    const uint16_t value = i < OUTPUT_TILE ? 0x0400 : 0x9000;
+                    memcpy(data + at + super - 64 + 2 * i, &value, 2);
+                }
             }
         else
             for (size_t group = 0; group < bytes; group += (bits + 1) * 64) {
@@ -227,15 +239,17 @@ struct Decoder {
         return {data, vector(tiles * OUTPUT_TILE, 0), outputs, inputs, kind};
     }
 
-    explicit Decoder(bool raw) {
+    Decoder(bool raw, bool sandwich) {
         const int q = Q_HEADS * DIM, kv = KV_HEADS * DIM;
         for (int l = 0; l < 2; l++)
-            layers[l] = {linear(q, HIDDEN, CODES4), linear(kv, HIDDEN, CODES8), linear(kv, HIDDEN, PLAIN), linear(HIDDEN, q, CODES4),
-                         linear(INTERMEDIATE, HIDDEN, CODES4), linear(INTERMEDIATE, HIDDEN, PLAIN), linear(HIDDEN, INTERMEDIATE, CODES8),
-                         vector(HIDDEN, 1), vector(HIDDEN, 1), l ? vector(DIM, 1) : nullptr, l ? vector(DIM, 1) : nullptr,
-                         {nullptr, nullptr, 0.2f, 0, l, 0, 0}};
-        model = {layers, linear(VOCABULARY, HIDDEN, CODES8), linear(VOCABULARY, HIDDEN, CODES4), vector(HIDDEN, 1), vector(DIM / 2, 0.5f),
-                 2, HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, 1e-5f, FIXED_INPUTS | PLAIN_INPUTS};
+            layers[l] = {linear(q, HIDDEN, l ? CODES4 : SUPER4), linear(kv, HIDDEN, CODES8), linear(kv, HIDDEN, PLAIN),
+                         linear(HIDDEN, q, l ? CODES5 : CODES4), linear(INTERMEDIATE, HIDDEN, l ? SUPER5 : SUPER6),
+                         linear(INTERMEDIATE, HIDDEN, PLAIN), linear(HIDDEN, INTERMEDIATE, l ? CODES8 : SUPER6),
+                         vector(HIDDEN, 1), vector(HIDDEN, 1), sandwich ? vector(HIDDEN, 1) : nullptr, sandwich ? vector(HIDDEN, 1) : nullptr,
+                         l ? vector(DIM, 1) : nullptr, l ? vector(DIM, 1) : nullptr, {nullptr, nullptr, 0.2f, 0, l, 0, 0}, l};
+        model = {layers, linear(VOCABULARY, HIDDEN, SUPER6), linear(VOCABULARY, HIDDEN, SUPER5), vector(HIDDEN, 1), vector(DIM, 0.5f),
+                 2, HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, 1e-5f, FIXED_INPUTS | PLAIN_INPUTS, 2, sandwich ? GELU_TANH : SILU,
+                 sandwich ? 8.f : 1.f, sandwich ? 30.f : 0.f};
         Shape shape = {};
         shape.kv_heads = KV_HEADS, shape.k_dim = shape.v_dim = DIM, shape.group = 32;
         layouts[raw ? 3 : 0] = layout_of(shape, raw ? 16 : 4, raw ? 16 : 4);
@@ -274,8 +288,8 @@ struct Decoder {
 };
 
 // The same bits however rows are put into steps; instruction sets differ by rounding.
-bool steps_agree(int isa, bool raw) {
-    Decoder decoder(raw);
+bool steps_agree(int isa, bool raw, bool sandwich) {
+    Decoder decoder(raw, sandwich);
     const std::vector<float> want = decoder.run(PORTABLE, 9, Decoder::ROWS, 1), got = decoder.run(isa, 9, Decoder::ROWS, 2);
     if (decoder.run(isa, 9, 1, 1) != got || decoder.run(isa, 9, 3, 3) != got) return false;
     const std::vector<float> alone = decoder.run(isa, 1, 2, 1);
@@ -303,7 +317,7 @@ int main() {
             worst = std::max(worst, world.error(isa));
         }
         std::printf("%-8s %d random steps, largest error %.1e of the output's maximum\n", names[isa], rounds, worst);
-        if (!(worst < 2e-3) || !steps_agree(isa, true) || !steps_agree(isa, false)) return 1;
+        if (!(worst < 2e-3) || !steps_agree(isa, true, false) || !steps_agree(isa, false, false) || !steps_agree(isa, true, true)) return 1;
     }
     return 0;
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rewake.models import resolve
 from rewake.text.tokenizer import Tokenizer
 
 SAMPLES = [
@@ -45,3 +49,20 @@ def test_splitting_at_special_tokens_changes_no_ids(tokenizer: Tokenizer) -> Non
     pieces = tokenizer.split(text)
     assert "".join(pieces) == text and len(pieces) > 6
     assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text)
+
+
+def test_the_tokenizer_is_the_one_that_transformers_would_choose(model_path: Path) -> None:
+    """We open tokenizer.json without asking for its model's class; a part of the signature depends on it."""
+    from transformers import AutoTokenizer
+
+    for path in (model_path, resolve("gemma3-270m")):
+        theirs = AutoTokenizer.from_pretrained(path)
+        ours = Tokenizer(path)
+        assert ours.digest() == hashlib.sha256(theirs.backend_tokenizer.to_str().encode()).hexdigest()
+        assert theirs.eos_token_id in ours.stop_ids(path)
+
+
+def test_a_tokenizer_is_opened_without_torch_and_models(model_path: Path) -> None:
+    opens = "from rewake.text.tokenizer import Tokenizer; Tokenizer(pathlib.Path(sys.argv[1]))"
+    code = f"import pathlib, sys; {opens}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(model_path)], check=False).returncode == 0

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from rewake.backends.torch.dense import BLOCKS, CODED, OF_LAYER, TOP, why_not_dense
+from rewake.backends.torch.blocks import BLOCKS
+from rewake.backends.torch.dense import CODED, TOP, is_gemma, of_layer, why_not_dense
 from rewake.errors import ModelError
 
 __all__ = ["convert_gguf"]
@@ -62,7 +63,7 @@ def write_coded(gguf: Path, target: Path, config: dict[str, Any]) -> None:
     """
     names = {theirs: ours for ours, theirs in TOP.values()}
     for i in range(config["num_hidden_layers"]):
-        names |= {f"blk.{i}.{theirs}": f"model.layers.{i}.{ours}" for ours, theirs in OF_LAYER.values()}
+        names |= {f"blk.{i}.{theirs}": f"model.layers.{i}.{ours}" for ours, theirs in of_layer(config).values()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors, kinds = {}, {}
     for tensor in GGUFReader(gguf).tensors:
@@ -75,6 +76,8 @@ def write_coded(gguf: Path, target: Path, config: dict[str, Any]) -> None:
         part = stem.rpartition(".")[2]
         if part in heads and config["model_type"] in ("llama", "mistral"):
             x = halves_of_planes(x, heads[part])
+        if is_gemma(config) and len(tensor.shape) == 1:
+            x = x - np.float32(1)  # norms: GGUF has what they multiply by
         found = torch.from_numpy(np.ascontiguousarray(x))
         tensors[name] = found.bfloat16() if kind not in BLOCKS and len(tensor.shape) > 1 else found
         if kind in BLOCKS:

@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewake.backends.torch.dense import CODED, load_dense, why_not_dense
+from rewake.backends.torch.dense import CODED, completed, load_dense, why_not_dense
 from rewake.backends.torch.forward import Forward, NativeForward
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.base import AttentionKernels
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.step import DensePlan
+from rewake.config import SHIPPED, WEIGHTS
 from rewake.errors import ModelError
 from rewake.planes import PagePlanes
 from rewake.spec import ModelCacheSpec
 
 __all__ = ["LoadedModel", "load_model"]
+
+WEIGHT_BITS = {SHIPPED: 0, "q8": 8, "q4": 4}
+assert set(WEIGHT_BITS) == set(WEIGHTS)
 
 # Of the config: what is not what the network computes.
 NOT_CONTENT = ("_name_or_path", "transformers_version", "max_position_embeddings", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -64,27 +68,37 @@ class LoadedModel:
         return hashlib.sha256(json.dumps([self.facts["weights"], shape, rope], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def load_model(path: Path, threads: int = 0, *, prefer_native: bool = True) -> LoadedModel:
-    """Load the model in the folder `path`. Raises ModelError if it is none, or has a cache we cannot represent."""
+def load_model(path: Path, threads: int = 0, weights: str = SHIPPED, *, prefer_native: bool = True) -> LoadedModel:
+    """Load the model in the folder `path`; `weights` is how to keep them, one of rewake.config.WEIGHTS.
+
+    Raises ModelError if it is none, has a cache we cannot represent, or weights that cannot be kept so.
+    """
     torch.set_num_threads(threads or os.cpu_count() or 1)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} holds no model: {error}") from error
-    if not prefer_native:
-        return load_for_transformers(path, "asked for")
-    if (reason := native.why_unavailable() or why_not_dense(config)) is not None:
-        return load_for_transformers(path, reason)
-    return load_for_native(path, config)
+    reason = (native.why_unavailable() or why_not_dense(config)) if prefer_native else "asked for"
+    if reason is None:
+        return load_for_native(path, config, weights)
+    if weights != SHIPPED:
+        raise ModelError(
+            f"weights cannot be kept as {weights}: only the native step multiplies them, and this model does not take it: {reason}"
+        )
+    return load_for_transformers(path, reason)
 
 
-def load_for_native(path: Path, config: Mapping[str, Any]) -> LoadedModel:
-    spec = ModelCacheSpec.from_config(config)
-    plan = load_dense(path, config)
+def load_for_native(path: Path, config: Mapping[str, Any], weights: str) -> LoadedModel:
     shipped = (path / CODED).is_file()
-    facts = {"weights": weights_digest(path, CODED if shipped else "*.safetensors"), "step": "native", "config": content(config)}
-    weights = "in the blocks they are shipped in" if shipped else "bfloat16"
-    return LoadedModel(plan, None, spec, facts, "native: it is of the Llama family", weights)
+    if shipped and weights != SHIPPED:
+        raise ModelError(f"weights cannot be kept as {weights}: this model is shipped in quantised blocks, which are used as they are")
+    spec = ModelCacheSpec.from_config(completed(config))
+    plan = load_dense(path, config, WEIGHT_BITS[weights])
+    digest = weights_digest(path, CODED if shipped else "*.safetensors")
+    name = digest if weights == SHIPPED else f"{digest} in {weights}"
+    facts = {"weights": name, "step": "native", "config": content(config)}
+    how = f"{'in the blocks they are shipped in' if shipped else f'{weights}, coded on load'}: {plan.weight_bits:.2f} bits each"
+    return LoadedModel(plan, None, spec, facts, "native: it is of the Llama family", how if shipped or WEIGHT_BITS[weights] else "bfloat16")
 
 
 def load_for_transformers(path: Path, reason: str) -> LoadedModel:

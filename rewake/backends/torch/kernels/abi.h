@@ -39,34 +39,44 @@ struct RwRows {
     int32_t bf16;
 };
 
-// A matrix of weights, [outputs, inputs], packed in tiles of 16 outputs (weights.py packs them). A tile has its columns in order:
+// A matrix of weights, [outputs, inputs], packed in tiles of 16 outputs (packing.py packs them). A tile has its columns in order:
 //   codes  for each 32 columns: [dwords of codes][16 outputs], then [16] scales and [16] minima in float16; x = code * scale + minimum
+//   super  for each 256 columns: 8 times [dwords of codes][16 outputs]; then terms of 8 bits; then [16] scales and [16] minima in
+//          float16, which those of 8 bits are multiples of. The terms of SUPER4 and SUPER5 are, for each 32 columns, [16] scales and
+//          [16] minima, unsigned; of SUPER6, for each 16 columns, [16] scales, signed: x = (code - 32) * scale
 //   plain  for each pair of columns: [16 outputs] x 2 bfloat16
 // Of every 8 columns, (0,4) (1,5) (2,6) (3,7) are pairs: nibbles i and i + 4 of a dword of 4-bit codes, bytes i and i + 2 of one
-// of 8-bit codes.
-enum RwKind { CODES4, CODES8, PLAIN };
+// of 8-bit codes. Codes of 5 and 6 bits are 4 dwords of their low nibbles, then one or two of what is above: pair i has its bits
+// at i and 16 + i of the one, or at 2 (i % 8) and 16 + 2 (i % 8) of the (i / 8)th of two.
+enum RwKind { CODES4, CODES8, PLAIN, CODES5, SUPER4, SUPER5, SUPER6 };
 struct RwLinear {
     const uint8_t* data;
     const float* bias;  // null: none
     int32_t outputs, inputs, kind;
 };
 
+enum RwActivation { SILU, GELU_TANH };
+
 struct RwDenseLayer {
     RwLinear q, k, v, o, gate, up, down;
     const float *attention_norm, *mlp_norm;
-    const float *q_norm, *k_norm;  // of each head; null: none
+    const float *attention_out_norm, *mlp_out_norm;  // of what is added to the stream; null: none
+    const float *q_norm, *k_norm;                    // of each head; null: none
     RwLayer attention;
     int32_t slot;  // of a page, in which it lies
+    int32_t rotation;  // which of the frequencies
 };
 
 // A decoder of the Llama family: everything a step needs that does not change from step to step.
 struct RwDense {
     const RwDenseLayer* layers;
     RwLinear embedding, head;
-    const float *norm, *frequencies;  // frequencies: [head_dim / 2], radians a position
+    const float *norm, *frequencies;  // frequencies: [rotations][head_dim / 2], radians a position
     int32_t num_layers, hidden, intermediate, q_heads, kv_heads, head_dim;
     float eps;
     int32_t input_kinds;  // which kinds of inputs the weights take, InputKind
+    int32_t rotations, activation;
+    float embedding_scale, logit_cap;  // logit_cap 0: none
 };
 
 }  // extern "C"
@@ -79,6 +89,7 @@ constexpr int MAX_DIM = 1024;
 
 constexpr int OUTPUT_TILE = 16;  // outputs
 constexpr int INPUT_GROUP = 32;  // columns that share a scale
+constexpr int SUPER_GROUP = 256;  // columns whose scales share one
 constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level cache while all weights of a thread pass by
 constexpr int AHEAD = 1536;      // bytes of weights fetched in advance
 
@@ -101,12 +112,21 @@ struct HeadsJob {
     float eps;
 };
 
+// activation(gate x inputs) * (up x inputs), as inputs of what follows.
+struct GatedJob {
+    const RwLinear &gate, &up;
+    const Inputs &in, &out;
+    int activation;
+};
+
 struct LinearKernels {
     void (*prepare)(const Inputs&, const float* x, const int32_t* rows, const float* norm, float eps, int64_t first, int64_t last);
     void (*multiply)(const RwLinear&, const Inputs&, float* out, int64_t stride, bool add, int64_t first, int64_t last);  // of tiles
-    void (*multiply_gated)(const RwLinear& gate, const RwLinear& up, const Inputs&, const Inputs& out, int64_t first, int64_t last);  // of groups
-    void (*embed)(const RwLinear&, const int32_t* tokens, float* x, int64_t first, int64_t last);
+    void (*multiply_gated)(const GatedJob&, int64_t first, int64_t last);                                              // of groups
+    void (*embed)(const RwLinear&, const int32_t* tokens, float scale, float* x, int64_t first, int64_t last);
     void (*turn)(const HeadsJob&, int64_t first, int64_t last);  // of tokens * heads
+    void (*add_normed)(float* x, const float* y, const float* norm, float eps, int columns, int64_t first, int64_t last);  // of rows
+    void (*cap)(float* x, float cap, int64_t first, int64_t last);                                                      // of values
     int row_block;
 };
 

@@ -1,11 +1,9 @@
-// Products of activations with quantised weights. Included once per instruction set, after kernels_scores.h.
+// Products of activations with quantised weights. Included once per instruction set, after kernels_codes.h.
 //
 // Lanes are outputs: a tile is 16 of them, and one 16-bit dot product with a pair of activations from memory serves all
 // lanes. Activations are in 16-bit fixed point with a step for each group of 32 columns, so that the sums of a group are
 // exact integers; plain bfloat16 weights meet them as bfloat16 and what that leaves over. Groups are added in the order
 // of the columns. Rows share the unpacking of weights and nothing else: a row's bits do not depend on how many there are.
-
-constexpr int COLUMNS = INPUT_GROUP;
 
 // 2^x to 1e-7, for x in [-126, 126]
 inline VF exp2_fine(VF x) {
@@ -16,7 +14,11 @@ inline VF exp2_fine(VF x) {
     return (VF)((VI)p + ((VI)rounded << 23));
 }
 
-inline VF silu(VF x) { return x / (splat(1) + exp2_fine(min(max(x * splat(-LOG2_E), splat(-126)), splat(126)))); }
+// x times the logistic function of y
+inline VF gated(VF x, VF y) { return x / (splat(1) + exp2_fine(min(max(y * splat(-LOG2_E), splat(-126)), splat(126)))); }
+inline VF silu(VF x) { return gated(x, x); }
+// GELU by its tanh approximation (arXiv 1606.08415): (1 + tanh y) / 2 is the logistic function of 2 y
+inline VF gelu_tanh(VF x) { return gated(x, x * fma(x * x, splat(1.5957691216057308f * 0.044715f), splat(1.5957691216057308f))); }
 
 // Where a row of a block stands: blocks have LINEAR_ROWS rows, the last one what is left.
 struct Place {
@@ -88,73 +90,19 @@ void prepare_inputs(const Inputs& in, const float* x, const int32_t* rows, const
     }
 }
 
-// One tile of coded weights x R rows -> y[R][16].
-template <int BITS, int R> void multiply_coded(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
-    constexpr int DWORDS = BITS;  // of each lane in a group of 32
-    constexpr size_t CODES = 4 * DWORDS * OUTPUT_TILE, BYTES = CODES + 4 * OUTPUT_TILE;
-    const int groups = w.inputs / COLUMNS;
-    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
-        const uint8_t* at = w.data + tile * groups * BYTES;
-        const int32_t* pairs = (const int32_t*)in.pairs + first * in.columns / 2;
-        const float *steps = in.steps + first * groups, *sums = in.sums + first * groups;
-        VF y_of[R];
-        UNROLL
-        for (int r = 0; r < R; r++) y_of[r] = splat(0);
-        for (int g = 0; g < groups; g++, at += BYTES, pairs += R * COLUMNS / 2, steps += R, sums += R) {
-            VI sum[R];
-            UNROLL
-            for (int r = 0; r < R; r++) sum[r] = splat_int(0);
-            __builtin_prefetch(at + AHEAD);
-            UNROLL
-            for (int d = 0; d < DWORDS; d++) {
-                if (d) __builtin_prefetch(at + AHEAD + 64 * d);
-                const VI codes = load_int(at + 4 * (d * OUTPUT_TILE + lane));
-                UNROLL
-                for (int i = 0; i < PAIRS<BITS>; i++) {
-                    const VI k = pair_of<BITS>(codes, i);
-                    UNROLL
-                    for (int r = 0; r < R; r++) sum[r] = dot16(sum[r], k, splat_int(pairs[(PAIRS<BITS> * d + i) * R + r]));
-                }
-            }
-            const VF scale = load_f16(at + CODES + 2 * lane), low = load_f16(at + CODES + 2 * (OUTPUT_TILE + lane));
-            UNROLL
-            for (int r = 0; r < R; r++) y_of[r] = fma(low, splat(sums[r]), fma(to_float(sum[r]) * splat(steps[r]), scale, y_of[r]));
-        }
-        UNROLL
-        for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, y_of[r]);
-    }
-}
-
-// The same for plain bfloat16 weights.
-template <int R> void multiply_plain(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
-    const int count = w.inputs / 2;
-    const int64_t at = first * in.columns / 2;
-    const int32_t *high = (const int32_t*)in.high + at, *low = (const int32_t*)in.low + at;
-    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
-        const uint8_t* from = w.data + (tile * count * OUTPUT_TILE + lane) * 4;
-        VF of_high[R], of_low[R];
-        UNROLL
-        for (int r = 0; r < R; r++) of_high[r] = of_low[r] = splat(0);
-        for (int p = 0; p < count; p++, from += 4 * OUTPUT_TILE) {
-            __builtin_prefetch(from + AHEAD);
-            const VI k = load_int(from);
-            UNROLL
-            for (int r = 0; r < R; r++) {
-                of_high[r] = dot_bf16(of_high[r], k, splat_int(high[p * R + r]));
-                of_low[r] = dot_bf16(of_low[r], k, splat_int(low[p * R + r]));
-            }
-        }
-        UNROLL
-        for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, of_high[r] + of_low[r]);
-    }
-}
-
 template <int R> inline void multiply_block(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, int rows, float* y) {
     if constexpr (R > 1) {
         if (rows < R) return multiply_block<R - 1>(w, tile, in, first, rows, y);
     }
-    if (w.kind == PLAIN) return multiply_plain<R>(w, tile, in, first, y);
-    w.kind == CODES4 ? multiply_coded<4, R>(w, tile, in, first, y) : multiply_coded<8, R>(w, tile, in, first, y);
+    switch (w.kind) {
+        case CODES4: return multiply_codes<4, R>(w, tile, in, first, y);
+        case CODES5: return multiply_codes<5, R>(w, tile, in, first, y);
+        case CODES8: return multiply_codes<8, R>(w, tile, in, first, y);
+        case SUPER4: return multiply_super<4, R>(w, tile, in, first, y);
+        case SUPER5: return multiply_super<5, R>(w, tile, in, first, y);
+        case SUPER6: return multiply_super6<R>(w, tile, in, first, y);
+        default: return multiply_plain<R>(w, tile, in, first, y);
+    }
 }
 
 // y[rows][16] of one tile and one block of rows, bias included.
@@ -185,51 +133,38 @@ void multiply(const RwLinear& w, const Inputs& in, float* out, int64_t stride, b
             });
 }
 
-// Groups [first, last) of silu(gate) x up for all rows, as inputs of what follows.
-void multiply_gated(const RwLinear& gate, const RwLinear& up, const Inputs& in, const Inputs& out, int64_t first, int64_t last) {
+inline VF activate(int kind, VF x) { return kind == SILU ? silu(x) : gelu_tanh(x); }
+
+// Groups [first, last) for all rows.
+void multiply_gated(const GatedJob& job, int64_t first, int64_t last) {
     constexpr int TILES = COLUMNS / OUTPUT_TILE;
+    const Inputs& in = job.in;
     for (int64_t begin = 0; begin < in.rows; begin += ROW_PANEL)
         for (int64_t group = first; group < last; group++)
             each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
                 alignas(64) float g[TILES][LINEAR_ROWS * OUTPUT_TILE], u[TILES][LINEAR_ROWS * OUTPUT_TILE], x[COLUMNS];
                 for (int t = 0; t < TILES; t++) {
-                    multiply_tile(gate, group * TILES + t, in, row, rows, g[t]);
-                    multiply_tile(up, group * TILES + t, in, row, rows, u[t]);
+                    multiply_tile(job.gate, group * TILES + t, in, row, rows, g[t]);
+                    multiply_tile(job.up, group * TILES + t, in, row, rows, u[t]);
                 }
                 for (int r = 0; r < rows; r++) {
                     for (int c = 0; c < COLUMNS; c += W) {
                         const int at = r * OUTPUT_TILE + c % OUTPUT_TILE, t = c / OUTPUT_TILE;
-                        store(x + c, silu(load(g[t] + at)) * load(u[t] + at));
+                        store(x + c, activate(job.activation, load(g[t] + at)) * load(u[t] + at));
                     }
-                    put_group(out, place_of(out, row + r), (int)group, x);
+                    put_group(job.out, place_of(job.out, row + r), (int)group, x);
                 }
             });
 }
 
-// Rows of an embedding: one output of the weights for each token.
-void embed(const RwLinear& w, const int32_t* tokens, float* x, int64_t first, int64_t last) {
-    const int bits = w.kind == CODES4 ? 4 : 8, groups = w.inputs / COLUMNS;
-    for (int64_t t = first; t < last; t++) {
-        const int64_t tile = tokens[t] / OUTPUT_TILE, lane = tokens[t] % OUTPUT_TILE;
-        float* to = x + t * w.inputs;
-        for (int c = 0; c < w.inputs; c += 2) {
-            const int pair = c / 2, column = pair / 4 * 8 + pair % 4;
-            if (w.kind == PLAIN) {
-                const uint16_t* both = (const uint16_t*)(w.data + ((tile * w.inputs / 2 + pair) * OUTPUT_TILE + lane) * 4);
-                to[column] = from_bf16(both[0]), to[column + 4] = from_bf16(both[1]);
-                continue;
-            }
-            const size_t codes = 4 * bits * OUTPUT_TILE;
-            const uint8_t* at = w.data + (tile * groups + c / COLUMNS) * (codes + 4 * OUTPUT_TILE);
-            const int in_group = pair % (COLUMNS / 2), pairs = 16 / bits;
-            int32_t dword;
-            memcpy(&dword, at + 4 * (in_group / pairs * OUTPUT_TILE + lane), 4);
-            const int both = dword >> (bits * (in_group % pairs)), mask = (1 << bits) - 1;
-            const float scale = from_f16(at + codes + 2 * lane), low = from_f16(at + codes + 2 * (OUTPUT_TILE + lane));
-            to[column] = (float)(both & mask) * scale + low;
-            to[column + 4] = (float)(both >> 16 & mask) * scale + low;
+// Rows of an embedding, scaled: one output of the weights for each token.
+void embed(const RwLinear& w, const int32_t* tokens, float scale, float* x, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int pair = 0; pair < w.inputs / 2; pair++) {
+            const Pair of = pair_at_output(w, tokens[t], pair);
+            float* to = x + t * w.inputs + paired(pair);
+            to[0] = of.first * scale, to[4] = of.second * scale;
         }
-    }
 }
 
 // RMSNorm of a head (if there is a norm), then its rotation by position: halves of it are the coordinates of d/2 planes.
@@ -251,4 +186,25 @@ void turn_heads(const HeadsJob& job, int64_t first, int64_t last) {
     }
 }
 
-constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, LINEAR_ROWS};
+// x += RMSNorm of y, for rows [first, last).
+void add_normed(float* x, const float* y, const float* norm, float eps, int columns, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
+        const float* from = y + r * columns;
+        float* to = x + r * columns;
+        const VF by = splat(1 / root_mean_square(from, columns, eps));
+        for (int i = 0; i < columns; i += W) store(to + i, fma(load(from + i) * by, load(norm + i), load(to + i)));
+    }
+}
+
+// cap * tanh(x / cap) of values [first, last).
+void cap_values(float* x, float cap, int64_t first, int64_t last) {
+    const auto capped = [cap](VF v) { return splat(cap) * (gated(splat(2), v * splat(2 / cap)) - splat(1)); };
+    for (; first + W <= last; first += W) store(x + first, capped(load(x + first)));
+    if (first == last) return;
+    float rest[W] = {};
+    memcpy(rest, x + first, (last - first) * sizeof(float));
+    store(rest, capped(load(rest)));
+    memcpy(x + first, rest, (last - first) * sizeof(float));
+}
+
+constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, LINEAR_ROWS};

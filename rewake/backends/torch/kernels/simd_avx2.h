@@ -41,6 +41,8 @@ inline VF dot_bf16(VF a, VI b, VI c) {
 
 inline VF load_f16(const void* p) { return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 
+inline VI bytes(const uint8_t* p) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline VI signed_bytes(const uint8_t* p) { return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline VI words(const void* p) { return (VI)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline VI word_pairs(const void* low, const void* high) {
     const __m128i a = _mm_loadu_si128((const __m128i*)low), b = _mm_loadu_si128((const __m128i*)high);

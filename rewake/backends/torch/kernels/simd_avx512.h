@@ -38,6 +38,8 @@ inline VF dot_bf16(VF a, VI b, VI c) { return (VF)_mm512_dpbf16_ps((__m512)a, (_
 
 inline VF load_f16(const void* p) { return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
+inline VI bytes(const uint8_t* p) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline VI signed_bytes(const uint8_t* p) { return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline VI words(const void* p) { return (VI)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 // lane i = word i of `low` and word i of `high`
 inline VI word_pairs(const void* low, const void* high) {

@@ -45,6 +45,8 @@ inline VF load_f16(const void* p) {
     return VF{from_f16(x + 0), from_f16(x + 1), from_f16(x + 2), from_f16(x + 3)};
 }
 
+inline VI bytes(const uint8_t* p) { return VI{p[0], p[1], p[2], p[3]}; }
+inline VI signed_bytes(const uint8_t* p) { return VI{(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
 inline VI words(const void* p) { uint16_t x[W]; memcpy(x, p, sizeof x); return VI{x[0], x[1], x[2], x[3]}; }
 inline VI word_pairs(const void* low, const void* high) { return words(low) | (words(high) << 16); }
 inline void store_words(void* p, VI x) { for (int i = 0; i < W; i++) ((uint16_t*)p)[i] = (uint16_t)x[i]; }

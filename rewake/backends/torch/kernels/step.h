@@ -15,7 +15,7 @@ struct StepArgs {
     float* logits;  // [num_wanted, vocabulary]
 };
 
-constexpr int64_t ROWS_PER_PIECE = 4, PIECES_PER_THREAD = 6;
+constexpr int64_t ROWS_PER_PIECE = 4, PIECES_PER_THREAD = 6, VALUES_PER_PIECE = 16384;
 
 class Step {
   public:
@@ -29,7 +29,7 @@ class Step {
         lay_out((char*)step_buffer.get(bytes));
         find_turns();
         const int64_t n = rows_;
-        share(threads_, n, 32, [&](int64_t a, int64_t z) { linear_.embed(model_.embedding, args_.tokens, x_, a, z); });
+        share(threads_, n, 32, [&](int64_t a, int64_t z) { linear_.embed(model_.embedding, args_.tokens, model_.embedding_scale, x_, a, z); });
         for (int l = 0; l < model_.num_layers; l++) {
             if (int bad = attention(model_.layers[l])) return bad;
             mlp(model_.layers[l]);
@@ -39,6 +39,10 @@ class Step {
         last.rows = args_.num_wanted;
         prepare(last, x_, args_.wanted, model_.norm);
         multiply({{&model_.head, args_.logits, model_.head.outputs}}, last, false);
+        if (model_.logit_cap > 0) {
+            const int64_t values = (int64_t)args_.num_wanted * model_.head.outputs;
+            share(threads_, values, VALUES_PER_PIECE, [&](int64_t a, int64_t z) { linear_.cap(args_.logits, model_.logit_cap, a, z); });
+        }
         return OK;
     }
 
@@ -49,7 +53,7 @@ class Step {
     const LinearKernels& linear_;
     const int threads_;
     const int64_t rows_;
-    float *x_, *qkv_, *attended_, *turns_;
+    float *x_, *y_, *qkv_, *attended_, *turns_;  // y: what is added to x behind a norm
     Inputs hidden_, heads_, gated_;  // what is multiplied: rows of x, of the heads' outputs, of the gated products
 
     bool tokens_known() const {
@@ -80,22 +84,23 @@ class Step {
             take(in.sums, rows_ * columns / INPUT_GROUP);
         };
         take(x_, rows_ * model_.hidden);
+        take(y_, model_.layers[0].attention_out_norm ? rows_ * model_.hidden : 0);
         take(qkv_, rows_ * qkv_width());
         take(attended_, rows_ * q_width());
-        take(turns_, rows_ * model_.head_dim);
+        take(turns_, model_.rotations * rows_ * model_.head_dim);
         inputs(hidden_, model_.hidden);
         inputs(heads_, q_width());
         inputs(gated_, model_.intermediate);
         return used;
     }
 
-    // Cosines and sines of every row's position; of the angle as float32, as models are trained.
+    // Cosines and sines of every row's position, for each rotation; of the angle as float32, as models are trained.
     void find_turns() {
         const int half = model_.head_dim / 2;
-        share(threads_, rows_, 32, [&](int64_t a, int64_t z) {
+        share(threads_, model_.rotations * rows_, 32, [&](int64_t a, int64_t z) {
             for (; a < z; a++)
                 for (int i = 0; i < half; i++) {
-                    const float angle = (float)args_.positions[a] * model_.frequencies[i];
+                    const float angle = (float)args_.positions[a % rows_] * model_.frequencies[a / rows_ * half + i];
                     turns_[a * model_.head_dim + i] = (float)cos((double)angle);
                     turns_[a * model_.head_dim + half + i] = (float)sin((double)angle);
                 }
@@ -129,9 +134,17 @@ class Step {
         });
     }
 
-    void turn(float* x, int heads, const float* norm) {
-        const HeadsJob job = {x, norm, turns_, qkv_width(), heads, model_.head_dim, model_.eps};
+    void turn(float* x, int heads, const float* norm, int rotation) {
+        const HeadsJob job = {x, norm, turns_ + rotation * rows_ * model_.head_dim, qkv_width(), heads, model_.head_dim, model_.eps};
         share(threads_, rows_ * heads, 32 * ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.turn(job, a, z); });
+    }
+
+    // The products join the stream, behind a norm if there is one.
+    void join(const RwLinear& weights, const Inputs& in, const float* norm) {
+        const int columns = model_.hidden;
+        multiply({{&weights, norm ? y_ : x_, columns}}, in, !norm);
+        if (!norm) return;
+        share(threads_, rows_, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.add_normed(x_, y_, norm, model_.eps, columns, a, z); });
     }
 
     int attention(const RwDenseLayer& layer) {
@@ -139,8 +152,8 @@ class Step {
         float *q = qkv_, *k = q + q_width(), *v = k + kv_width();
         prepare(hidden_, x_, nullptr, layer.attention_norm);
         multiply({{&layer.q, q, width}, {&layer.k, k, width}, {&layer.v, v, width}}, hidden_, false);
-        turn(q, model_.q_heads, layer.q_norm);
-        turn(k, model_.kv_heads, layer.k_norm);
+        turn(q, model_.q_heads, layer.q_norm, layer.rotation);
+        turn(k, model_.kv_heads, layer.k_norm, layer.rotation);
         const RwBatch* batch = args_.batches + layer.slot;
         const AppendJob append = {args_.arena, args_.layouts, batch, &layer.attention, {k, width, dim, 0}, {v, width, dim, 0}, model_.kv_heads};
         if (Refusal bad = run_append(append, args_.arena_bytes, kernels_, threads_)) return bad;
@@ -150,14 +163,15 @@ class Step {
         attend.out = attended_, attend.q_heads = model_.q_heads;
         if (Refusal bad = run_attend(attend, args_.arena_bytes, kernels_, threads_)) return bad;
         prepare(heads_, attended_, nullptr, nullptr);
-        multiply({{&layer.o, x_, model_.hidden}}, heads_, true);
+        join(layer.o, heads_, layer.attention_out_norm);
         return OK;
     }
 
     void mlp(const RwDenseLayer& layer) {
         prepare(hidden_, x_, nullptr, layer.mlp_norm);
         const int64_t groups = model_.intermediate / INPUT_GROUP;
-        share(threads_, groups, piece_of(groups), [&](int64_t a, int64_t z) { linear_.multiply_gated(layer.gate, layer.up, hidden_, gated_, a, z); });
-        multiply({{&layer.down, x_, model_.hidden}}, gated_, true);
+        const GatedJob job = {layer.gate, layer.up, hidden_, gated_, model_.activation};
+        share(threads_, groups, piece_of(groups), [&](int64_t a, int64_t z) { linear_.multiply_gated(job, a, z); });
+        join(layer.down, gated_, layer.mlp_out_norm);
     }
 };

@@ -1,6 +1,7 @@
 """One call of the library for a whole step of a dense decoder: ids in, logits out. The plan is made once.
 
-Fills in the structures of abi.h and hands over addresses. Knows the shape of the Llama family; knows no file and no config.
+Fills in the structures of abi.h and hands over addresses. Knows the shape of the Llama family, of which Gemma is a part; knows
+no file and no config.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.packing import GROUP, Matrix
 from rewake.quant import PageLayout
 
-__all__ = ["DenseLayer", "DensePlan", "DenseStep", "Weights"]
+__all__ = ["ACTIVATIONS", "DenseLayer", "DensePlan", "DenseStep", "Weights"]
 
 F32 = npt.NDArray[np.float32]
 FIXED_INPUTS, PLAIN_INPUTS = 1, 2
 LANES = 16  # of the widest vectors: half a head fills whole ones
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,11 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """RMSNorm, grouped-query attention, RMSNorm, gated MLP; norms of each head of q and k where there are some."""
+    """RMSNorm, grouped-query attention, RMSNorm, gated MLP.
+
+    Where there are some: norms of each head of q and k, and of what attention and MLP add to the stream. `rotation` is the row of
+    the plan's frequencies by which q and k are turned.
+    """
 
     q: Weights
     k: Weights
@@ -49,11 +55,18 @@ class DenseLayer:
     mlp_norm: F32
     q_norm: F32 | None = None
     k_norm: F32 | None = None
+    attention_out_norm: F32 | None = None
+    mlp_out_norm: F32 | None = None
+    rotation: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class DensePlan:
-    """A whole decoder. `frequencies` [head_dim / 2]: radians a position, for each plane of a head."""
+    """A whole decoder.
+
+    `frequencies` [rotations, head_dim / 2]: radians a position, for each plane of a head. `scale` multiplies q.k, and `soft_cap`
+    bounds that; `logit_cap` bounds logits; None: nothing does.
+    """
 
     layers: Sequence[DenseLayer]
     embedding: Weights
@@ -64,6 +77,11 @@ class DensePlan:
     kv_heads: int
     head_dim: int
     eps: float
+    scale: float
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    soft_cap: float | None = None
+    logit_cap: float | None = None
 
     @property
     def hidden(self) -> int:
@@ -72,6 +90,18 @@ class DensePlan:
     @property
     def intermediate(self) -> int:
         return self.layers[0].down.matrix.inputs
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All that are multiplied by."""
+        layers = [w.matrix for layer in self.layers for w in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+        return [*layers, self.head.matrix]
+
+    @property
+    def weight_bits(self) -> float:
+        """Of memory for each weight, on average."""
+        matrices = self.matrices if self.head is self.embedding else [*self.matrices, self.embedding.matrix]
+        return 8 * sum(m.data.nbytes for m in matrices) / sum(m.outputs * m.inputs for m in matrices)
 
 
 def why_unfit(hidden: int, intermediate: int, q_heads: int, head_dim: int) -> str | None:
@@ -87,12 +117,16 @@ class _Linear(Structure):
     _fields_ = (("data", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32), ("kind", c_int32))
 
 
+NORMS = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, _Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in NORMS),
         ("attention", native.Layer),
         ("slot", c_int32),
+        ("rotation", c_int32),
     )
 
 
@@ -105,7 +139,8 @@ class _Dense(Structure):
         ("frequencies", c_void_p),
         *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim")),
         ("eps", c_float),
-        ("input_kinds", c_int32),
+        *((name, c_int32) for name in ("input_kinds", "rotations", "activation")),
+        *((name, c_float) for name in ("embedding_scale", "logit_cap")),
     )
 
 
@@ -130,14 +165,14 @@ class DenseStep:
         self._kept: list[object] = [plan, arena]  # addresses of these are in the structures
         self._kernels, self._arena, self._layouts = kernels, arena, kernels.layouts_of(layouts)[0]
         layout = next(iter(layouts.values()))
-        scale = plan.head_dim**-0.5
         self._places = places or [(0, i) for i in range(len(plan.layers))]
         self._num_slots = 1 + max(slot for slot, _ in self._places)
         self._attention = [
             LayerAttention(
                 self._places[i][1],
-                scale,
+                plan.scale,
                 window=windows[i] if windows else None,
+                soft_cap=plan.soft_cap,
                 k_mean=None if k_mean is None else k_mean[i].contiguous(),
             )
             for i in range(len(plan.layers))
@@ -145,14 +180,15 @@ class DenseStep:
         assert layout.layers * self._num_slots == len(plan.layers)
         assert (layout.kv_heads, layout.k_dim, layout.v_dim) == (plan.kv_heads, plan.head_dim, plan.head_dim)
         layers = (_Layer * len(plan.layers))(*(self._layer(i, layer, plan, layout) for i, layer in enumerate(plan.layers)))
-        matrices = [w.matrix for layer in plan.layers for w in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
-        kinds = {PLAIN_INPUTS if m.is_plain else FIXED_INPUTS for m in (*matrices, plan.head.matrix)}
+        rotations = len(plan.frequencies)
+        assert all(0 <= layer.rotation < rotations for layer in plan.layers) and plan.frequencies.shape == (rotations, plan.head_dim // 2)
+        kinds = {PLAIN_INPUTS if m.is_plain else FIXED_INPUTS for m in plan.matrices}
         self._plan = _Dense(
             layers,
             self._linear(plan.embedding),
             self._linear(plan.head),
             self._vector(plan.norm, plan.hidden),
-            self._vector(plan.frequencies, plan.head_dim // 2),
+            self._vector(plan.frequencies.reshape(-1), rotations * plan.head_dim // 2),
             len(plan.layers),
             plan.hidden,
             plan.intermediate,
@@ -161,6 +197,10 @@ class DenseStep:
             plan.head_dim,
             plan.eps,
             sum(kinds),
+            rotations,
+            ACTIVATIONS[plan.activation],
+            plan.embedding_scale,
+            plan.logit_cap or 0,
         )
         self.vocab_size = plan.head.matrix.outputs
 
@@ -202,12 +242,10 @@ class DenseStep:
             assert (matrix.outputs, matrix.inputs) == shape, f"{name} of layer {index} is {(matrix.outputs, matrix.inputs)}, not {shape}"
         return _Layer(
             *(self._linear(getattr(layer, name)) for name in shapes),
-            self._vector(layer.attention_norm, plan.hidden),
-            self._vector(layer.mlp_norm, plan.hidden),
-            self._vector(layer.q_norm, plan.head_dim),
-            self._vector(layer.k_norm, plan.head_dim),
+            *(self._vector(getattr(layer, name), plan.head_dim if name in ("q_norm", "k_norm") else plan.hidden) for name in NORMS),
             native.layer_of(self._attention[index], layout),
             self._places[index][0],
+            layer.rotation,
         )
 
     def _linear(self, weights: Weights) -> _Linear:

@@ -1,0 +1,220 @@
+// Weights in their tiles (abi.h: RwLinear) x a block of rows. Included once per instruction set, before kernels_linear.h.
+//
+// A row of a group of columns is an exact sum of integers, times the row's step and the group's scale; groups are added in
+// the order of the columns. Rows share the unpacking of codes and nothing else.
+
+constexpr int COLUMNS = INPUT_GROUP;
+constexpr int GROUP_PAIRS = COLUMNS / 2;
+template <int BITS> constexpr size_t CODE_BYTES = 4 * BITS * OUTPUT_TILE;  // of a group of a tile
+template <int BITS> constexpr size_t GROUP_BYTES = CODE_BYTES<BITS> + 4 * OUTPUT_TILE;
+constexpr int SUPER_GROUPS = SUPER_GROUP / COLUMNS;
+constexpr size_t TERM_BYTES = 2 * SUPER_GROUPS * OUTPUT_TILE;
+template <int BITS> constexpr size_t SUPER_BYTES = SUPER_GROUPS * CODE_BYTES<BITS> + TERM_BYTES + 4 * OUTPUT_TILE;
+template <int BITS> constexpr int LOW_BITS = BITS == 8 ? 8 : 4;          // of a code, in its first plane
+template <int BITS> constexpr int HIGH_BITS = BITS - LOW_BITS<BITS>;     // in its second
+
+typedef int16_t VW __attribute__((vector_size(4 * W)));  // words
+
+// Pair p of a group, from the dwords of its planes.
+template <int BITS> inline VI code_pair(VI low, VI high, int p) {
+    const VI pair = pair_of<LOW_BITS<BITS>>(low, p % PAIRS<LOW_BITS<BITS>>);
+    if constexpr (HIGH_BITS<BITS> == 0) return pair;
+    const int at = HIGH_BITS<BITS> * p % 16;
+    const VI moved = at < 4 ? high << (4 - at) : high >> (at - 4);
+    return pair | (moved & splat_int(BITS == 5 ? 0x00100010 : 0x00300030));
+}
+
+// Products of pairs [FIRST, LAST) of a group, less `from` in each half, with R rows.
+template <int BITS, int R, int FIRST, int LAST, bool CENTRED> inline void add_products(const uint8_t* codes, const int32_t* pairs, VI (&sum)[R]) {
+    constexpr int PER = PAIRS<LOW_BITS<BITS>>;
+    UNROLL
+    for (int d = FIRST / PER; d < LAST / PER; d++) {
+        __builtin_prefetch(codes + AHEAD + 4 * d * OUTPUT_TILE);
+        const VI low = load_int(codes + 4 * d * OUTPUT_TILE);
+        const VI high = HIGH_BITS<BITS> ? load_int(codes + 4 * (4 + HIGH_BITS<BITS> * d / 4) * OUTPUT_TILE) : low;
+        UNROLL
+        for (int i = 0; i < PER; i++) {
+            VI k = code_pair<BITS>(low, high, PER * d + i);
+            if constexpr (CENTRED) k = (VI)((VW)k - (VW)splat_int((1 << (BITS - 1)) * 0x00010001));
+            UNROLL
+            for (int r = 0; r < R; r++) sum[r] = dot16(sum[r], k, splat_int(pairs[(PER * d + i) * R + r]));
+        }
+    }
+}
+
+template <int R> inline void clear(VF (&y)[R]) {
+    UNROLL
+    for (int r = 0; r < R; r++) y[r] = splat(0);
+}
+template <int R> inline void clear(VI (&sum)[R]) {
+    UNROLL
+    for (int r = 0; r < R; r++) sum[r] = splat_int(0);
+}
+
+// The inputs of a block of R rows, group by group.
+template <int R> struct Block {
+    const int32_t* pairs;
+    const float *steps, *sums;
+    Block(const Inputs& in, int64_t first) {
+        const int64_t groups = in.columns / COLUMNS;
+        pairs = (const int32_t*)in.pairs + first * in.columns / 2;
+        steps = in.steps + first * groups, sums = in.sums + first * groups;
+    }
+    void next() { pairs += R * GROUP_PAIRS, steps += R, sums += R; }
+};
+
+// One group, whose weights are code * scale + minimum.
+template <int BITS, int R> inline void add_group(const uint8_t* codes, const Block<R>& in, VF scale, VF minimum, VF (&y)[R]) {
+    VI sum[R];
+    clear(sum);
+    add_products<BITS, R, 0, GROUP_PAIRS, false>(codes, in.pairs, sum);
+    UNROLL
+    for (int r = 0; r < R; r++) y[r] = fma(minimum, splat(in.sums[r]), fma(to_float(sum[r]) * splat(in.steps[r]), scale, y[r]));
+}
+
+template <int R> inline void store_lanes(const VF (&of)[R], int lane, float* y) {
+    UNROLL
+    for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, of[r]);
+}
+
+// One tile x R rows -> y[R][16].
+template <int BITS, int R> void multiply_codes(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    const int groups = w.inputs / COLUMNS;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* at = w.data + tile * groups * GROUP_BYTES<BITS>;
+        Block<R> block(in, first);
+        VF of[R];
+        clear(of);
+        for (int g = 0; g < groups; g++, at += GROUP_BYTES<BITS>, block.next()) {
+            const uint8_t* terms = at + CODE_BYTES<BITS> + 2 * lane;
+            add_group<BITS, R>(at + 4 * lane, block, load_f16(terms), load_f16(terms + 2 * OUTPUT_TILE), of);
+        }
+        store_lanes(of, lane, y);
+    }
+}
+
+template <int BITS, int R> void multiply_super(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    const int supers = w.inputs / SUPER_GROUP;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* at = w.data + tile * supers * SUPER_BYTES<BITS>;
+        Block<R> block(in, first);
+        VF of[R];
+        clear(of);
+        for (int s = 0; s < supers; s++, at += SUPER_BYTES<BITS>) {
+            const uint8_t *terms = at + SUPER_GROUPS * CODE_BYTES<BITS> + lane, *shared = terms + TERM_BYTES + lane;
+            const VF scale = load_f16(shared), minimum = load_f16(shared + 2 * OUTPUT_TILE);
+            for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next())
+                add_group<BITS, R>(at + g * CODE_BYTES<BITS> + 4 * lane, block, scale * to_float(bytes(terms)),
+                                   minimum * to_float(bytes(terms + OUTPUT_TILE)), of);
+        }
+        store_lanes(of, lane, y);
+    }
+}
+
+template <int R> void multiply_super6(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    const int supers = w.inputs / SUPER_GROUP;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* at = w.data + tile * supers * SUPER_BYTES<6>;
+        Block<R> block(in, first);
+        VF of[R];
+        clear(of);
+        for (int s = 0; s < supers; s++, at += SUPER_BYTES<6>) {
+            const uint8_t* terms = at + SUPER_GROUPS * CODE_BYTES<6> + lane;
+            const VF scale = load_f16(terms + TERM_BYTES + lane);
+            for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next()) {
+                VI left[R], right[R];
+                clear(left), clear(right);
+                const uint8_t* codes = at + g * CODE_BYTES<6> + 4 * lane;
+                add_products<6, R, 0, GROUP_PAIRS / 2, true>(codes, block.pairs, left);
+                add_products<6, R, GROUP_PAIRS / 2, GROUP_PAIRS, true>(codes, block.pairs, right);
+                const VF of_left = scale * to_float(signed_bytes(terms)), of_right = scale * to_float(signed_bytes(terms + OUTPUT_TILE));
+                UNROLL
+                for (int r = 0; r < R; r++) {
+                    const VF step = splat(block.steps[r]);
+                    of[r] = fma(to_float(right[r]) * step, of_right, fma(to_float(left[r]) * step, of_left, of[r]));
+                }
+            }
+        }
+        store_lanes(of, lane, y);
+    }
+}
+
+// The same for plain bfloat16 weights.
+template <int R> void multiply_plain(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
+    const int count = w.inputs / 2;
+    const int64_t at = first * in.columns / 2;
+    const int32_t *high = (const int32_t*)in.high + at, *low = (const int32_t*)in.low + at;
+    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+        const uint8_t* from = w.data + (tile * count * OUTPUT_TILE + lane) * 4;
+        VF of_high[R], of_low[R];
+        clear(of_high), clear(of_low);
+        for (int p = 0; p < count; p++, from += 4 * OUTPUT_TILE) {
+            __builtin_prefetch(from + AHEAD);
+            const VI k = load_int(from);
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                of_high[r] = dot_bf16(of_high[r], k, splat_int(high[p * R + r]));
+                of_low[r] = dot_bf16(of_low[r], k, splat_int(low[p * R + r]));
+            }
+        }
+        UNROLL
+        for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, of_high[r] + of_low[r]);
+    }
+}
+
+// Two weights of one output: those of a pair of columns.
+struct Pair {
+    float first, second;
+};
+
+template <int BITS> inline Pair codes_at(const uint8_t* codes, int lane, int pair) {
+    constexpr int LOW = LOW_BITS<BITS>, HIGH = HIGH_BITS<BITS>, PER = PAIRS<LOW>;
+    const auto dword = [&](int d) { return (uint32_t)pair_at(codes + 4 * (d * OUTPUT_TILE + lane)); };
+    const auto both = [](uint32_t of, int at, int bits) {
+        return Pair{(float)(of >> at & ((1 << bits) - 1)), (float)(of >> (16 + at) & ((1 << bits) - 1))};
+    };
+    Pair code = both(dword(pair / PER), LOW * (pair % PER), LOW);
+    if constexpr (HIGH > 0) {
+        const Pair above = both(dword(4 + HIGH * pair / 16), HIGH * pair % 16, HIGH);
+        code.first += 16 * above.first, code.second += 16 * above.second;
+    }
+    return code;
+}
+
+template <int BITS> inline Pair pair_in_codes(const uint8_t* tile, int lane, int pair) {
+    const uint8_t *group = tile + pair / GROUP_PAIRS * GROUP_BYTES<BITS>, *terms = group + CODE_BYTES<BITS> + 2 * lane;
+    const Pair code = codes_at<BITS>(group, lane, pair % GROUP_PAIRS);
+    const float scale = from_f16(terms), minimum = from_f16(terms + 2 * OUTPUT_TILE);
+    return {code.first * scale + minimum, code.second * scale + minimum};
+}
+
+template <int BITS> inline Pair pair_in_super(const uint8_t* tile, int lane, int pair) {
+    const uint8_t* super = tile + pair / (SUPER_GROUP / 2) * SUPER_BYTES<BITS>;
+    const int in_super = pair % (SUPER_GROUP / 2), group = in_super / GROUP_PAIRS;
+    const uint8_t *terms = super + SUPER_GROUPS * CODE_BYTES<BITS>, *shared = terms + TERM_BYTES + 2 * lane;
+    const Pair code = codes_at<BITS>(super + group * CODE_BYTES<BITS>, lane, in_super % GROUP_PAIRS);
+    if constexpr (BITS == 6) {
+        const float scale = from_f16(shared) * (float)(int8_t)terms[in_super / (GROUP_PAIRS / 2) * OUTPUT_TILE + lane];
+        return {(code.first - 32) * scale, (code.second - 32) * scale};
+    }
+    const uint8_t* of_group = terms + group * 2 * OUTPUT_TILE + lane;
+    const float scale = from_f16(shared) * of_group[0], minimum = from_f16(shared + 2 * OUTPUT_TILE) * of_group[OUTPUT_TILE];
+    return {code.first * scale + minimum, code.second * scale + minimum};
+}
+
+inline Pair pair_at_output(const RwLinear& w, int64_t output, int pair) {
+    const int64_t tile = output / OUTPUT_TILE, groups = w.inputs / COLUMNS, supers = w.inputs / SUPER_GROUP;
+    const int lane = (int)(output % OUTPUT_TILE);
+    switch (w.kind) {
+        case CODES4: return pair_in_codes<4>(w.data + tile * groups * GROUP_BYTES<4>, lane, pair);
+        case CODES5: return pair_in_codes<5>(w.data + tile * groups * GROUP_BYTES<5>, lane, pair);
+        case CODES8: return pair_in_codes<8>(w.data + tile * groups * GROUP_BYTES<8>, lane, pair);
+        case SUPER4: return pair_in_super<4>(w.data + tile * supers * SUPER_BYTES<4>, lane, pair);
+        case SUPER5: return pair_in_super<5>(w.data + tile * supers * SUPER_BYTES<5>, lane, pair);
+        case SUPER6: return pair_in_super<6>(w.data + tile * supers * SUPER_BYTES<6>, lane, pair);
+        default: {
+            const uint32_t both = (uint32_t)pair_at(w.data + ((tile * w.inputs / 2 + pair) * OUTPUT_TILE + lane) * 4);
+            return {from_bf16((uint16_t)both), from_bf16((uint16_t)(both >> 16))};
+        }
+    }
+}
