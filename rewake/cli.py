@@ -1,4 +1,4 @@
-"""The command line: serve, pull, calibrate, chat, agents, doctor, replay."""
+"""The command line: serve, pull, calibrate, chat, agents, play, doctor, replay."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
 from rewake.memory.pool import slot_bytes
+from rewake.play_cli import PLAY_FLAGS, add_play, play
 from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
 
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
+    add_play(command("play", play, "play a scenario: agents in rooms and phases, on a running server or one of its own", PLAY_FLAGS))
     command("doctor", doctor, "tell what would run here, and why", ("data", "context", *MODEL_FLAGS))
     replay_parser = command("replay", replay_recording, "compute a recording of `serve --record` again and compare every bit", MODEL_FLAGS)
     replay_parser.add_argument("recording", metavar="FILE")

@@ -138,6 +138,7 @@ class Verbs:
     async def forget(self, agent: str) -> None:
         error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(NAMESPACE, agent, told))
         await self.generator.forget(agent)
+        self.generator.recent.forget(NAMESPACE, agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rewake.api import agents, metrics, openai
+from rewake.api import agents, events, metrics, openai, window
 from rewake.api.generation import Generator
 from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError
 from rewake.service import Service
@@ -29,6 +29,8 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(openai.router(generator, model_id(service)))
     app.include_router(agents.router(generator))
     app.include_router(metrics.router(service.engine))
+    app.include_router(events.router(generator))
+    app.include_router(window.router())
 
     @app.get("/health")
     @app.get("/health/ready")

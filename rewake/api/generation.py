@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rewake.api.recent import Recent
 from rewake.errors import ContextLengthExceeded, InvalidRequest
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
@@ -48,10 +49,12 @@ class Generator:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self.recent = Recent()
         self._text = ThreadPoolExecutor(1, thread_name_prefix="rewake-text")
 
     async def start(self, ask: Ask) -> Generation:
         """Tokenise, and hand over to the engine. Raises RequestError for what cannot be answered."""
+        started = time.perf_counter()
         engine, transcripts = self.service.engine, self.service.transcripts
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         agent = ask.agent
@@ -63,7 +66,7 @@ class Generator:
             return tuple(transcripts.encode(NAMESPACE, agent, self.service.tokenizer.render(ask.messages)))
 
         prompt = await self._on_text_thread(tokenise)
-        generation = Generation(self.service, asyncio.get_running_loop())
+        generation = Generation(self.service, asyncio.get_running_loop(), started)
         request = Request(
             id=generation.id,
             prompt=prompt,
@@ -75,7 +78,12 @@ class Generator:
             agent=agent,
             deadline=deadline,
         )
-        generation.on_done = lambda: self._text.submit(transcripts.learn, NAMESPACE, agent, [[*prompt, *generation.tokens]])
+
+        def ended() -> None:
+            self._text.submit(transcripts.learn, NAMESPACE, agent, [[*prompt, *generation.tokens]])
+            self.recent.add(NAMESPACE, agent, generation)
+
+        generation.on_done = ended
         engine.submit(request)
         return generation
 
@@ -86,6 +94,17 @@ class Generator:
         if num_prompt >= most:
             raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
         return most - num_prompt
+
+    async def transcript(self, namespace: str, agent: str) -> str | None:
+        """All the agent remembers, as text; None if there is no such agent."""
+        engine = self.service.engine
+
+        def latest() -> Sequence[int] | None:
+            known = (namespace, agent) in engine.memory.agents.tree.agents
+            return next(iter(engine.memory.agents.transcripts(namespace, agent, 1)), ()) if known else None
+
+        ids = await asyncio.wrap_future(engine.call(latest))
+        return None if ids is None else await self._on_text_thread(lambda: self.service.tokenizer.decode(ids))
 
     async def forget(self, agent: str) -> None:
         """Forget an agent's texts, too."""
@@ -98,13 +117,15 @@ class Generator:
 class Generation:
     """One answer in the making. Iterate `pieces`, then look at `done`."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, started: float) -> None:
         self.id = secrets.token_hex(12)
         self.tokens: list[int] = []
         self.done: Done | None = None
         self.on_done: Callable[[], object] = lambda: None
         self._service = service
         self._loop = loop
+        self.ttft: float | None = None  # seconds to the first token
+        self._started = started
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
         self._detokenizer = service.tokenizer.detokenizer()
@@ -127,6 +148,8 @@ class Generation:
                     yield None
                     continue
                 if isinstance(event, Generated):
+                    if self.ttft is None:
+                        self.ttft = time.perf_counter() - self._started
                     self.tokens.append(event.token)
                     if piece := self._detokenizer.push(event.token):
                         yield piece

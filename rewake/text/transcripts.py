@@ -55,7 +55,8 @@ class Transcripts:
         history = self._history(namespace, agent)
         place: Place | None = history.start()
         ids, at = to_ids(), 0
-        for piece in self.tokenizer.split(text):
+        pieces = self.tokenizer.split(text)
+        for piece, behind in zip(pieces, [*pieces[1:], ""], strict=True):
             special = self.tokenizer.special_id(piece)
             known = history.follow(place, key_of(piece) if special is None else special) if place is not None else None
             if known is not None:
@@ -66,8 +67,11 @@ class Transcripts:
                 ids.extend(self.tokenizer.encode(piece))
             else:
                 is_answer = self.tokenizer.begins_answer(text, at)
-                segment, known = self._encode_unknown(history, place, piece, is_answer)
-                ids.extend(segment)
+                if is_answer and self._was_empty(history, place, piece, behind):
+                    known = place
+                else:
+                    segment, known = self._encode_unknown(history, place, piece, is_answer)
+                    ids.extend(segment)
             place = known
             at += len(piece)
         return ids.tolist()
@@ -86,13 +90,18 @@ class Transcripts:
         """Ids for a text that was not seen at `place`, and where to go on if it means what was seen there."""
         stored = history.alternatives(place)
         for key, ids in stored:
-            if is_answer and self._calls_the_same(text, ids):
+            if is_answer and (self.tokenizer.is_answer(text, ids) or self._calls_the_same(text, ids)):
                 return ids, history.follow(place, key)
         fresh = to_ids(self.tokenizer.encode(text))
         for key, ids in stored:
             if ids == fresh:  # the tokenizer normalises text, to composed characters for example
                 return ids, history.follow(place, key)
         return self._splice([ids for _, ids in stored], fresh, text), None
+
+    def _was_empty(self, history: History, place: Place, text: str, behind: str) -> bool:
+        """Whether an answer of nothing ended here at once, where the template puts something before each answer."""
+        end = self.tokenizer.special_id(behind)
+        return end is not None and self.tokenizer.is_answer(text, ()) and history.follow(place, end) is not None
 
     def _calls_the_same(self, text: str, ids: array[int]) -> bool:
         """Whether stored ids say the same but for the order and spacing of the JSON in tool calls."""
