@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -132,7 +132,7 @@ class Client:
         except httpx.ConnectError:
             raise self._nobody() from None
 
-    async def chat_async(self, messages: Sequence[Json], *, agent: str | None, model: str, **fields: Any) -> AsyncIterator[Json]:
+    async def chat_async(self, messages: Sequence[Json], *, agent: str | None, model: str, **fields: Any) -> AsyncGenerator[Json, None]:
         """As `chat`, for asyncio; leaving early closes the connection, and so cancels the answer."""
         body = {"model": model, "messages": list(messages), "stream": True, "agent_id": agent, **fields}
         http = httpx.AsyncClient(

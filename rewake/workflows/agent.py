@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Agent:
         if instructions.strip() and not self.messages:
             self.messages.append({"role": "system", "content": instructions.strip()})
         self._heard: list[str] = []
+        self._asked = 0  # how much of what it has heard is in the last prompt
         self._speaks = False
 
     @classmethod
@@ -79,6 +80,7 @@ class Agent:
         heard = [*self._heard, *([text.strip()] if text.strip() else [])]
         if not heard:
             raise InvalidRequest(f"nothing has been said to {self.name!r} since it spoke: give it a text", param="messages")
+        self._asked = len(self._heard)
         return [*self.messages, {"role": "user", "content": "\n\n".join(heard)}]
 
     async def say(self, text: str = "", *, on_piece: Callable[[str], object] = lambda _: None, **fields: Any) -> Answer:
@@ -98,9 +100,9 @@ class Agent:
         return answer
 
     def said(self, prompt: list[Json], text: str) -> None:
-        """It has answered `text` to `prompt`."""
+        """It has answered `text` to the last `prompt`; what it has heard since is for the next."""
         self.messages = [*prompt, {"role": "assistant", "content": text}]
-        self._heard.clear()
+        del self._heard[: self._asked]
 
     async def _ask(self, prompt: list[Json], on_piece: Callable[[str], object], fields: Json) -> Answer:
         if not self.model:
@@ -110,14 +112,16 @@ class Agent:
         usage: Json = {}
         finish, first = "", None
         started = time.perf_counter()
-        async for event in self.client.chat_async(prompt, agent=self.name, model=self.model, **{**WITH_USAGE, **fields}):
-            for choice in event["choices"]:
-                if piece := choice["delta"].get("content"):
-                    first = time.perf_counter() - started if first is None else first
-                    pieces.append(piece)
-                    on_piece(piece)
-                finish = choice["finish_reason"] or finish
-            report, usage = event.get("rewake") or report, event.get("usage") or usage
+        stream = self.client.chat_async(prompt, agent=self.name, model=self.model, **{**WITH_USAGE, **fields})
+        async with aclosing(stream) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        first = time.perf_counter() - started if first is None else first
+                        pieces.append(piece)
+                        on_piece(piece)
+                    finish = choice["finish_reason"] or finish
+                report, usage = event.get("rewake") or report, event.get("usage") or usage
         seconds = time.perf_counter() - started
         return Answer("".join(pieces), report, first, seconds, usage.get("completion_tokens", 0), finish)
 

@@ -138,3 +138,13 @@ def test_a_play_goes_on_from_its_record_with_the_same_messages(tmp_path: Path) -
 def test_who_says_nothing_is_heard_to_say_nothing() -> None:
     played, _ = play(scenario({"room": "hall", "speakers": ["ann", "bob"]}), Said(ann="  \n"))
     assert "Ann: (says nothing)" in heard(played, "bob")
+
+
+def test_what_is_heard_while_it_speaks_is_for_the_next_turn() -> None:
+    with Client() as client:
+        ann = Agent(client, "ann")
+        ann.hear("One.")
+        prompt = ann.prompt("Two.")
+        ann.hear("Three.")
+        ann.said(prompt, "Yes.")
+        assert [m["content"] for m in ann.prompt()] == ["One.\n\nTwo.", "Yes.", "Three."]
