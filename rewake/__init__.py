@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rewake.client import Client
+    from rewake.workflows import Agent
 
-__all__ = ["Client"]
+__all__ = ["Agent", "Client"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from rewake.client import Client
 
         return Client
+    if name == "Agent":
+        from rewake.workflows import Agent
+
+        return Agent
     raise AttributeError(f"module 'rewake' has no attribute {name!r}")

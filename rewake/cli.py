@@ -1,4 +1,4 @@
-"""The command line: serve, pull, calibrate, chat, agents, keys, doctor, replay."""
+"""The command line: serve, pull, calibrate, chat, agents, keys, play, doctor, replay."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rewake.errors import ConfigError, NotFound, RewakeError
 from rewake.keys_cli import add_keys
 from rewake.logs import begin_logging
 from rewake.planes import PagePlanes
+from rewake.play_cli import PLAY_FLAGS, add_play, play
 from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
 
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
     about = "make, list, limit, rotate or revoke the API keys of a server"
     add_keys(commands.add_parser("keys", help=about, description=about[0].upper() + about[1:] + "."))
+    add_play(command("play", play, "play a scenario: agents in rooms and phases, on a running server or one of its own", PLAY_FLAGS))
     command("doctor", doctor, "tell what would run here, and why", ("data", "context", *MODEL_FLAGS))
     replay_parser = command("replay", replay_recording, "compute a recording of `serve --record` again and compare every bit", MODEL_FLAGS)
     replay_parser.add_argument("recording", metavar="FILE")

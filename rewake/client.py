@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -141,13 +141,36 @@ class Client:
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 for line in self._checked(response).iter_lines():
-                    if line.startswith("data: {"):
-                        event = json.loads(line[6:])
-                        if "error" in event:
-                            raise error_of(event)
+                    if (event := event_of(line)) is not None:
                         yield event
         except httpx.ConnectError:
             raise self._nobody() from None
+
+    async def chat_async(self, messages: Sequence[Json], *, agent: str | None, model: str, **fields: Any) -> AsyncGenerator[Json, None]:
+        """As `chat`, for asyncio; leaving early closes the connection, and so cancels the answer."""
+        body = {"model": model, "messages": list(messages), "stream": True, "agent_id": agent, **fields}
+        http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=self._http.headers,
+            timeout=self._http.timeout,
+            trust_env=False,
+            verify=self.url.startswith("https"),  # else the certificates are read for nothing
+        )
+        try:
+            async with http, http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                self._checked(response)
+                async for line in response.aiter_lines():
+                    if (event := event_of(line)) is not None:
+                        yield event
+        except httpx.ConnectError:
+            raise self._nobody() from None
+
+    def messages(self, agent: str) -> Sequence[Json]:
+        """What the agent remembers, as messages to go on from. Raises NotFound, and InvalidRequest where that cannot be told."""
+        found: Sequence[Json] = self._json("GET", f"/v1/rewake/messages/{quoted(agent)}")["messages"]
+        return found
 
     # ---- the wire
 
@@ -182,7 +205,21 @@ def path_of(agent: str, verb: str = "") -> str:
     """An id is one part of the path, whatever is in it; it never becomes another route."""
     if not agent or agent in (".", ".."):  # these would name the folder above
         raise InvalidRequest("an agent id is not empty, and not . or ..", param="agent")
-    return f"/v1/agents/{quote(agent, safe='', errors='surrogatepass')}" + (f"/{verb}" if verb else "")
+    return f"/v1/agents/{quoted(agent)}" + (f"/{verb}" if verb else "")
+
+
+def quoted(agent: str) -> str:
+    return quote(agent, safe="", errors="surrogatepass")
+
+
+def event_of(line: str) -> Json | None:
+    """The event in a line of a stream, if there is one. Raises the error that it tells."""
+    if not line.startswith("data: {"):
+        return None
+    event: Json = json.loads(line[6:])
+    if "error" in event:
+        raise error_of(event)
+    return event
 
 
 def error_of(body: Json) -> RequestError:

@@ -18,7 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the top down: a module may import what stands in its own line or below.
 LAYERS = [
     {"__main__"},
-    {"cli", "agents_cli", "keys_cli", "terminal"},
+    {"cli", "agents_cli", "keys_cli", "play_cli", "terminal"},
+    {"workflows"},
     {"client"},
     {"api"},
     {"service"},

@@ -169,6 +169,7 @@ class Verbs:
         space = namespace()
         error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(space, agent, told))
         await self.generator.forget(agent)
+        self.generator.recent.forget(space, agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from rewake.api import agents, anthropic, metrics, openai
+from rewake.api import agents, anthropic, events, metrics, openai, window
 from rewake.api.auth import Access
 from rewake.api.document import describe_all
 from rewake.api.gate import Gate
@@ -59,6 +59,8 @@ def routes(service: Service, answers: Counter[int]) -> FastAPI:
     app.include_router(anthropic.router(generator, model_id(service)))
     app.include_router(agents.router(generator))
     app.include_router(metrics.router(service.engine, answers))
+    app.include_router(events.router(generator))
+    app.include_router(window.router())
 
     @app.get("/health", responses=HEALTH)
     @app.get("/health/ready", responses=HEALTH)

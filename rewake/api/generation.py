@@ -7,13 +7,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rewake.api.auth import caller, namespace
+from rewake.api.recent import Recent
 from rewake.errors import Cancelled, ContextLengthExceeded, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Constraint, Done, Event, Failed, Generated, Request, Sampling
@@ -86,6 +87,7 @@ class Generator:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self.recent = Recent()
         self._text = ThreadPoolExecutor(1, thread_name_prefix="rewake-text")
 
     async def start(self, ask: Ask) -> list[Generation]:
@@ -126,8 +128,20 @@ class Generator:
         def done() -> None:
             note(service, "answered", service.tokenizer.decode(generation.tokens))
             self._text.submit(learn)
+            self.recent.add(ask.namespace, ask.agent, generation)
 
         return done
+
+    async def transcript(self, namespace: str, agent: str) -> str | None:
+        """All the agent remembers, as text; None if there is no such agent."""
+        engine = self.service.engine
+
+        def latest() -> Sequence[int] | None:
+            known = (namespace, agent) in engine.memory.agents.tree.agents
+            return next(iter(engine.memory.agents.transcripts(namespace, agent, 1)), ()) if known else None
+
+        ids = await asyncio.wrap_future(engine.call(latest))
+        return None if ids is None else await self._on_text_thread(lambda: self.service.tokenizer.decode(ids))
 
     async def forget(self, agent: str) -> None:
         """Forget an agent's texts, too."""
@@ -237,6 +251,8 @@ class Generation:
         self.done: Done | None = None
         self.on_done: Callable[[], object] = lambda: None
         self._loop = loop
+        self.ttft: float | None = None  # seconds to the first token
+        self._started = caller.get().arrived
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
         self._pending: list[Generated] = []
@@ -255,6 +271,8 @@ class Generation:
         """The answer as it comes. Raises RequestError. Leaving early, however, cancels the request."""
         try:
             while isinstance(event := await self._events.get(), Generated):
+                if self.ttft is None:
+                    self.ttft = time.perf_counter() - self._started
                 self.tokens.append(event.token)
                 self._pending.append(event)
                 if pieces := self.text.push(event.token):

@@ -7,6 +7,9 @@ import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -17,7 +20,7 @@ from rewake.config import Config
 from rewake.errors import ConfigError
 from rewake.service import Service
 
-__all__ = ["listen", "run"]
+__all__ = ["in_background", "listen", "run"]
 
 BACKLOG = 2048  # as uvicorn has it
 
@@ -62,3 +65,17 @@ def run(service: Service, listening: socket.socket, access: Access) -> None:
         timeout_graceful_shutdown=service.config.drain + SECONDS_TO_SAY_GOODBYE,
     )
     Server(config, service).run([listening])
+
+
+@contextmanager
+def in_background(service: Service) -> Iterator[str]:
+    """Serve on any free port of this machine, on a thread, as long as the `with` lasts. The caller closes the service."""
+    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=SECONDS_TO_SAY_GOODBYE))
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), name="rewake-http")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -5,6 +5,7 @@ Runs on the engine thread, between two steps. What takes longer ends by calling 
 
 from __future__ import annotations
 
+import heapq
 import math
 import secrets
 import time
@@ -72,6 +73,11 @@ class Agents:
         return [
             self._summary(a) for (space, name), a in sorted(self.tree.agents.items(), key=str) if space == namespace and name is not None
         ]
+
+    def latest(self, namespace: str, most: int) -> tuple[AgentSummary, ...]:
+        """The `most` that were used last."""
+        own = (a for (space, name), a in self.tree.agents.items() if space == namespace and name is not None)
+        return tuple(self._summary(agent) for agent in heapq.nlargest(most, own, key=lambda agent: agent.used))
 
     def show(self, namespace: str, name: str) -> AgentSummary:
         """Raises NotFound."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rewake.memory.ledger import Ledger
 
-__all__ = ["Stats", "stats_of"]
+__all__ = ["Stats", "Used", "stats_of", "used_by"]
 
 
 @dataclass(frozen=True)
@@ -51,4 +51,39 @@ def stats_of(ledger: Ledger) -> Stats:
         writer_waiting_bytes=writer.waiting_bytes if writer else 0,
         read_cost=residency.gate.read_cost,
         compute_cost=residency.gate.compute_cost,
+    )
+
+
+@dataclass(frozen=True)
+class Used:
+    """What one namespace takes, in bytes, and of what; pages that several agents share count once."""
+
+    memory: int
+    memory_budget: int
+    disk: int
+    disk_budget: int
+    pages_in_memory: int
+    pages_loading: int
+    pages_on_disk: int
+
+
+def used_by(ledger: Ledger, namespace: str) -> Used:
+    """Pages of the arena that are reserved, but empty yet, are not counted."""
+    residency, store = ledger.residency, ledger.store
+    in_memory = loading = on_disk = disk_bytes = num_slots = 0
+    on_the_way = {resident for resident, _ in residency.loading}
+    for resident in ledger.tree.residents(namespace):
+        in_memory += bool(resident.slots)
+        num_slots += sum(map(len, resident.slots.values()))
+        loading += resident in on_the_way
+        on_disk += bool(resident.files)
+        disk_bytes += sum(file.file_bytes for file in resident.files)
+    return Used(
+        memory=num_slots * residency.pool.slot_bytes,
+        memory_budget=residency.pool.num_slots * residency.pool.slot_bytes,
+        disk=disk_bytes,
+        disk_budget=store.budget if store else 0,
+        pages_in_memory=in_memory,
+        pages_loading=loading,
+        pages_on_disk=on_disk,
     )

@@ -339,8 +339,9 @@ class PrefixTree:
             stack.extend(pages[-1].children.values())
         return pages[::-1]
 
-    def residents(self) -> Iterator[Page | Branch]:
-        for root in self.roots.values():
+    def residents(self, namespace: str | None = None) -> Iterator[Page | Branch]:
+        """All pages and branches; only of one namespace, if that is said."""
+        for root in [root for space, root in self.roots.items() if namespace in (None, space)]:
             stack = [root]
             while stack:
                 page = stack.pop()

@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from rewake.errors import InvalidRequest, ModelError
+from rewake.text.chats import Marks, folded, keeps_system, marks_of, read_back, trims_answers
 from rewake.text.toolcalls import HI, REFUSALS, Shown, shown_calls, shows_several, shows_tools, with_text_arguments
 from rewake.text.tools import Dialect, dialect_of
 
@@ -129,6 +130,8 @@ class Tokenizer:
             raise InvalidRequest(f"this model's chat template {reason}", param="tools")
         if self._shown is not None and self._shown.arguments == "text":
             messages = [with_text_arguments(message) for message in messages]
+        if messages[0]["role"] == "system" and not self._keeps_system:
+            messages = folded(messages)
         try:
             return self._apply_template(messages, tools, go_on=go_on)
         except REFUSALS as error:
@@ -153,11 +156,47 @@ class Tokenizer:
             return []
         return None
 
+    def _show(self, messages: list[dict[str, Any]]) -> str:
+        return self._apply_template(messages, answer=False)
+
+    def messages(self, text: str) -> list[dict[str, Any]] | None:
+        """The messages of a transcript's text; None if that cannot be told."""
+        return read_back(text, self._marks, self._show) if self._marks is not None else None
+
+    def is_answer(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether a piece that begins an answer says what was sampled, but for what is lost or added on the way.
+
+        That is an unfinished character at the end, what the template puts before each answer, and white space if it trims that.
+        """
+        start = self.split(self._answer_start)[-1:] or [""]
+        own = "" if start[0] in self._special else start[0]
+        given, whole = text.removeprefix(own), self.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        said = whole.removeprefix(own)
+        return given in (said, whole) or (self._trims_answers and given.strip() == said.strip())
+
     @cached_property
     def _answer_start(self) -> str:
-        """What the template puts in front of an answer."""
+        """What the template puts in front of an answer; where it adds nothing, the end of the question."""
+        if not self.has_chat_template:
+            return ""
         chat = [{"role": "user", "content": "Hi"}]
-        return self.render(chat).removeprefix(self._apply_template(chat, answer=False)) if self.has_chat_template else ""
+        if start := self.render(chat).removeprefix(self._apply_template(chat, answer=False)):
+            return start
+        between = self._marks.before_answer + self._marks.lead if self._marks else ""
+        first = next((piece for piece in self.split(between) if piece in self._special), "")
+        return between[between.index(first) :]
+
+    @cached_property
+    def _keeps_system(self) -> bool:
+        return keeps_system(self._show)
+
+    @cached_property
+    def _trims_answers(self) -> bool:
+        return trims_answers(self._show)
+
+    @cached_property
+    def _marks(self) -> Marks | None:
+        return marks_of(self._show, self._apply_template) if self.has_chat_template else None
 
     @cached_property
     def _shown(self) -> Shown | None:

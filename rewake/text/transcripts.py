@@ -64,7 +64,8 @@ class Transcripts:
         history = self._history(namespace, agent)
         place: Place | None = history.start()
         ids, at = to_ids(), 0
-        for piece in self.tokenizer.split(text):
+        pieces = self.tokenizer.split(text)
+        for piece, behind in zip(pieces, [*pieces[1:], ""], strict=True):
             special = self.tokenizer.special_id(piece)
             known = history.follow(place, key_of(piece) if special is None else special) if place is not None else None
             if known is not None:
@@ -74,9 +75,12 @@ class Transcripts:
             elif place is None:
                 ids.extend(self.tokenizer.encode(piece))
             else:
-                calls = self._calls(text, at, piece)
-                segment, known = self._encode_unknown(history, place, piece, calls)
-                ids.extend(segment)
+                calls, is_answer = self._calls(text, at, piece), self.tokenizer.begins_answer(text, at)
+                if is_answer and self._was_empty(history, place, piece, behind):
+                    known = place
+                else:
+                    segment, known = self._encode_unknown(history, place, piece, calls, is_answer)
+                    ids.extend(segment)
             place = known
             at += len(piece)
         return ids.tolist()
@@ -91,10 +95,14 @@ class Transcripts:
 
     # ---- text to ids
 
-    def _encode_unknown(self, history: History, place: Place, text: str, calls: Calls | None) -> tuple[array[int], Place | None]:
+    def _encode_unknown(
+        self, history: History, place: Place, text: str, calls: Calls | None, is_answer: bool
+    ) -> tuple[array[int], Place | None]:
         """Ids for a text that was not seen at `place`, and where to go on if it means what was seen there."""
         stored = history.alternatives(place)
         for key, ids in stored:
+            if is_answer and self.tokenizer.is_answer(text, ids):
+                return ids, history.follow(place, key)
             if calls is not None and calls.said == calls_in(calls.dialect, self.tokenizer.decode(ids), calls.behind):
                 return ids, history.follow(place, key)
         fresh = to_ids(self.tokenizer.encode(text))
@@ -111,6 +119,11 @@ class Transcripts:
             return None
         said = calls_in(dialect, piece, behind)
         return None if said is None else Calls(dialect, behind, said)
+
+    def _was_empty(self, history: History, place: Place, text: str, behind: str) -> bool:
+        """Whether an answer of nothing ended here at once, where the template puts something before each answer."""
+        end = self.tokenizer.special_id(behind)
+        return end is not None and self.tokenizer.is_answer(text, ()) and history.follow(place, end) is not None
 
     def _splice(self, stored: list[array[int]], fresh: array[int], text: str) -> array[int]:
         """`fresh`, with its start replaced by that of the stored ids that share most of the text.
