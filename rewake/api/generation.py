@@ -278,7 +278,7 @@ class Generation:
         return Part(pieces, tokens)
 
     def _why_cancelled(self) -> RequestError:
-        if (going := self._service.engine.why_not_ready) is not None:
+        if (going := self.service.engine.why_not_ready) is not None:
             return ShuttingDown(f"{going}; what was computed is remembered")
         return Cancelled("the request was cancelled; what was computed is remembered")
 
