@@ -95,7 +95,7 @@ class Generator:
         service = self.service
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
-        check_bias(service, ask.sampling)
+        check_ids(service, ask)
         prompt = await self.tokenise(ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
         started: list[Generation] = []
@@ -170,8 +170,11 @@ def encode(service: Service, ask: Ask) -> Prompt:
     return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
 
 
-def check_bias(service: Service, sampling: Sampling) -> None:
-    vocab = service.backend.spec.vocab_size
+def check_ids(service: Service, ask: Ask) -> None:
+    """Tokens that a client names are the model's. Raises InvalidRequest: any other would be read from behind its embeddings."""
+    vocab, sampling = service.backend.spec.vocab_size, ask.sampling
+    if isinstance(ask.prompt, tuple) and any(not 0 <= token < vocab for token in ask.prompt):
+        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="prompt")
     if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
         raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="logit_bias")
 
