@@ -224,7 +224,7 @@ class Generation:
     @property
     def kept(self) -> list[int]:
         """The tokens that are remembered: those before a stop string."""
-        return self.tokens if self.watch is None or self.watch.kept is None else self.tokens[: self.watch.kept]
+        return self.tokens if self.text.stop is None else self.tokens[: self.text.num_whole]
 
     async def parts(self) -> AsyncIterator[Part]:
         """The answer as it comes. Raises RequestError. Leaving early, however, cancels the request."""
@@ -233,7 +233,7 @@ class Generation:
                 self.tokens.append(event.token)
                 self._pending.append(event)
                 if pieces := self.text.push(event.token):
-                    yield self._part(pieces)
+                    yield self._part(pieces, self.text.num_whole)
             self._ended = True
             if isinstance(event, Failed):
                 raise event.error
@@ -241,19 +241,20 @@ class Generation:
                 raise self._why_cancelled()
             self.done = event
             self.on_done()
-            pieces = self.text.finish()
-            if pieces or self._pending:
-                yield self._part(pieces)
+            last = self._part(self.text.finish(), len(self.kept))
+            if last.pieces or last.tokens:
+                yield last
         finally:
             self.cancel()
 
-    def _part(self, pieces: list[Piece]) -> Part:
-        first = len(self.tokens) - len(self._pending)
-        tokens, self._pending = self._pending[: max(0, len(self.kept) - first)], []
+    def _part(self, pieces: list[Piece], num_told: int) -> Part:
+        """`num_told` of the answer's tokens are through with it."""
+        cut = max(0, num_told - (len(self.tokens) - len(self._pending)))
+        tokens, self._pending = self._pending[:cut], self._pending[cut:]
         return Part(pieces, tokens)
 
     def _why_cancelled(self) -> RequestError:
-        if (going := self._service.engine.why_not_ready) is not None:
+        if (going := self.service.engine.why_not_ready) is not None:
             return ShuttingDown(f"{going}; what was computed is remembered")
         return Cancelled("the request was cancelled; what was computed is remembered")
 

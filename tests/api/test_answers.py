@@ -71,7 +71,7 @@ def test_an_answer_that_was_stopped_is_remembered_up_to_there(chat_client: opena
         assert streamed(chat_client, stop=stop, extra_body=agent)[0] == cut
     else:
         assert ask(chat_client, stop=stop, extra_body=agent).choices[0].message.content == cut
-    history = [*HELLO, {"role": "assistant", "content": cut}, {"role": "user", "content": "Go on."}]
+    history = [*HELLO, {"role": "assistant", "content": cut}, {"role": "user", "content": f"Go on, {stream}."}]
     report = ask(chat_client, history, extra_body=agent, max_tokens=2).rewake
     assert report["match"] == "extend" and report["computed_tokens"] < 20
     assert report["prompt_tokens"] - report["computed_tokens"] > len(story) // 10
