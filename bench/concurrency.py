@@ -290,15 +290,20 @@ def together(service: Service, clock: Clock, quick: bool) -> tuple[list[Row], li
     for repetition in range(2 if quick else 3):
         for depth in depths:
             for count in (n for n in (1, 2, 4, 8, 16) if n <= most):
-                new = ids(("new", repetition, count), NEW_TOKENS)
-                asked = [Ask(service, context[:depth] + new, f"t{i}", 33) for i, context in enumerate(contexts[:count])]
-                seen.setdefault((depth, count), []).append(rate([ask.done().times for ask in asked]))
+                seen.setdefault((depth, count), []).append(decode_rate(service, [c[:depth] for c in contexts[:count]], repetition))
     rows = [{"depth": depth, "agents": count, "tokens/s": statistics.median(rates)} for (depth, count), rates in seen.items()]
     for row in rows:
         row["/ one"] = row["tokens/s"] / next(r["tokens/s"] for r in rows if r["depth"] == row["depth"])
     table(rows)
     print()
     return rows + table_4(service, quick), []
+
+
+def decode_rate(service: Service, contexts: Sequence[Sequence[int]], repetition: int, answer: int = 33) -> float:
+    """Tokens a second of as many agents as there are contexts, each of which is known and given `NEW_TOKENS` more."""
+    new = ids(("new", repetition, len(contexts)), NEW_TOKENS)
+    asked = [Ask(service, [*context, *new], f"t{i}", answer) for i, context in enumerate(contexts)]
+    return rate([ask.done().times for ask in asked])
 
 
 def rate(times: Sequence[Sequence[float]]) -> float:

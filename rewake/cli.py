@@ -1,10 +1,9 @@
-"""The command line: serve, pull, calibrate, chat, agents, doctor, replay."""
+"""The command line: serve, pull, calibrate, chat, agents, keys, doctor, replay."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,8 @@ from rewake.agents_cli import SERVER_FLAGS, add_agents, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
+from rewake.keys_cli import add_keys
+from rewake.logs import begin_logging
 from rewake.memory.pool import slot_bytes
 from rewake.spec import CacheGroup
 from rewake.terminal import count, say, size
@@ -37,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[Config, dict[str, Any]], int] = flags.pop("run")
     try:
         config = load_config(flags)
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("rewake").setLevel(config.log_level.upper())
+        begin_logging(config.log_level, config.log_format)
         return command(config, flags)
     except (RewakeError, httpx.HTTPError) as error:
         say(f"rewake: {error}", file=sys.stderr)
@@ -74,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
     chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
+    about = "make, list, limit, rotate or revoke the API keys of a server"
+    add_keys(commands.add_parser("keys", help=about, description=about[0].upper() + about[1:] + "."))
     command("doctor", doctor, "tell what would run here, and why", ("data", "context", *MODEL_FLAGS))
     replay_parser = command("replay", replay_recording, "compute a recording of `serve --record` again and compare every bit", MODEL_FLAGS)
     replay_parser.add_argument("recording", metavar="FILE")
@@ -82,9 +84,11 @@ def parser() -> argparse.ArgumentParser:
 
 def serve(config: Config, _: dict[str, Any]) -> int:
     from rewake.api.app import model_id
+    from rewake.api.auth import Access
     from rewake.api.server import listen, run
     from rewake.service import open_service
 
+    access = Access(config)
     with listen(config) as socket:  # first: a port that is taken is no reason to load a model
         say(f"Loading {config.model} ...")
         service = open_service(config)
@@ -95,7 +99,7 @@ def serve(config: Config, _: dict[str, Any]) -> int:
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
             say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
-            run(service, socket)
+            run(service, socket, access)
         finally:
             service.close()
     return 0

@@ -24,30 +24,39 @@ from rewake.errors import (
     ConfigError,
     Conflict,
     DeadlineExceeded,
+    Forbidden,
     InternalError,
     InvalidRequest,
     NotFound,
     Overloaded,
+    RateLimited,
     RequestError,
     RewakeError,
     ShuttingDown,
+    Unauthorized,
 )
 
 __all__ = ["Client"]
 
 CONNECT_SECONDS = 10  # an answer may take as long as it likes
 ERRORS: dict[str, type[RequestError]] = {
-    error.kind: error for error in (InvalidRequest, NotFound, Conflict, DeadlineExceeded, Overloaded, ShuttingDown, InternalError)
+    error.kind: error
+    for error in (
+        *(InvalidRequest, Unauthorized, Forbidden, NotFound, Conflict, DeadlineExceeded),
+        *(Overloaded, RateLimited, ShuttingDown, InternalError),
+    )
 }
 Json = dict[str, Any]
 
 
 class Client:
-    """Speaks to one server; close it, or use it in a `with`."""
+    """Speaks to one server; close it, or use it in a `with`. The key, where one is needed, is REWAKE_API_KEY if it is not given."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8000") -> None:
+    def __init__(self, url: str = "http://127.0.0.1:8000", api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(CONNECT_SECONDS, read=None), trust_env=False)
+        key = api_key or os.environ.get("REWAKE_API_KEY")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(CONNECT_SECONDS, read=None), trust_env=False)
 
     def close(self) -> None:
         self._http.close()

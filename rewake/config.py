@@ -21,11 +21,13 @@ from rewake.errors import ConfigError
 from rewake.models import DEFAULT_MODEL
 from rewake.quant import CODINGS
 
-__all__ = ["AUTO", "KEY_FILE", "Config", "add_flags", "load_config", "parse_bytes"]
+__all__ = ["AUTO", "KEY_FILE", "LOOPBACK", "Config", "add_flags", "load_config", "parse_bytes"]
 
 KEY_FILE = user_config_path("rewake") / "key"  # never a flag: other users see those
 
 AUTO = "auto"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ORIGIN = re.compile(r"https?://[^/*\s,]+")
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZES = ("memory", "disk")  # settings in bytes
 
@@ -50,25 +52,34 @@ class Config:
     drain: int = setting(10, "seconds that answers have to end when the server is told to stop")
     chunk: int = setting(512, "prompt tokens computed in a step")
     threads: int = setting(0, "threads to compute with (0: all cores)")
-    host: str = setting("127.0.0.1", "address to listen on; loopback only, as there are no keys yet")
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback only with --keys")
     port: int = setting(8000, "port to listen on")
     persist: bool = setting(True, "keep memories on disk (--no-persist: only in memory)")
     encrypt: bool = setting(
         False,
         "encrypt memories on disk, with the key in REWAKE_KEY, or in the file `key` beside config.toml (made if missing: keep a copy)",
     )
+    keys: str = setting("", "file of API keys, which `rewake keys` makes: every request needs one then")
+    cors: str = setting("", "origins of web pages that may ask, such as http://localhost:3000, separated by commas (none)")
     record: str = setting("", "file to record every step to, for `rewake replay`")
     log_level: str = setting("info", "debug, info, warning or error")
+    log_format: str = setting("text", "text, or json: one object a line")
+    log_prompts: bool = setting(False, "log what is asked and answered, too")
 
     def __post_init__(self) -> None:
         if self.kv not in (*CODINGS, AUTO):
             raise ConfigError(f"kv is {self.kv!r}: it must be one of {', '.join((*CODINGS, AUTO))}")
         if not 0 <= self.kv_loss < float("inf"):
             raise ConfigError(f"kv_loss is {self.kv_loss}: it must be at least 0, such as 0.01 for 1 %")
-        if self.host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(f"host is {self.host!r}: without API keys, only loopback addresses are served")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format is {self.log_format!r}: it must be text or json")
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors has {origin!r}: an origin is a scheme and a host, and a port if need be, such as http://localhost:3000"
+                )
         if not 0 < self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be 1 to 65535")
         for name, least in (
@@ -83,6 +94,15 @@ class Config:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Of pages that may ask."""
+        return tuple(origin.strip() for origin in self.cors.split(",") if origin.strip())
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in LOOPBACK
 
 
 def parse_bytes(text: str) -> int:

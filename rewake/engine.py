@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rewake.backends.base import Backend, Batch, Output, Row
+from rewake.counts import Counts
 from rewake.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -87,6 +88,7 @@ class Engine:
         self._has_ended = False  # nothing that is posted from here on is ever run
         self._ending = threading.Lock()
         self._beginnings: list[float] = []
+        self.counts = Counts()
         self._clock = 0  # prompt tokens computed
         self._step_seconds = 0.0
         self._begin()
@@ -356,6 +358,7 @@ class Engine:
         if sequence is None:  # a file was damaged: match again
             self.waiting.insert(0, request)
         else:
+            self.counts.matched(sequence.match)
             sequence.rank = self._clock + sequence.num_pending
             self.running.append(sequence)
 
@@ -401,6 +404,7 @@ class Engine:
         self._clock += sum(n for s, n in work if s.is_prefilling)
         self.memory.note_computed(num_tokens, self._step_seconds)
         self._step_trace(batch, output)
+        self._count(batch, output, num_tokens)
         self._append(batch, output, [sequence for sequence, _ in work])
 
     def _batch(self, work: list[tuple[Sequence, int]]) -> Batch:
@@ -421,6 +425,14 @@ class Engine:
                 )
             )
         return Batch(tuple(rows))
+
+    def _count(self, batch: Batch, output: Output, num_tokens: int) -> None:
+        """The step, for the monitor, before its tokens are taken."""
+        self.counts.computed(self._step_seconds, num_tokens, len(output.tokens))
+        now, sampled = time.perf_counter(), {row.sampler for row in batch.rows if row.sampling is not None}
+        for sequence in self.running:
+            if sequence.is_prefilling and sequence.request.id in sampled:
+                self.counts.ttft.observe(now - sequence.request.arrived)
 
     def _append(self, batch: Batch, output: Output, sequences: list[Sequence]) -> None:
         """The rows are in the pages: settle what is full, and go on with what was sampled."""

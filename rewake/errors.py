@@ -10,12 +10,17 @@
     │   └── CorruptFile         a page or segment is not what was written: recomputed, never attended to
     └── RequestError            answered over HTTP, see `status`
         ├── InvalidRequest      a field is malformed, unknown or unsupported
-        │   └── ContextLengthExceeded
+        │   ├── ContextLengthExceeded
+        │   ├── BodyTooLarge    more bytes than are taken
+        │   └── BodyTooSlow     it was begun, and does not come
+        ├── Unauthorized        no key, or one that is not known
+        ├── Forbidden           not with this key, or not from this page
         ├── NotFound            no such model or agent
         ├── Conflict            the agent is busy
         ├── Cancelled           somebody else has stopped it; what was computed is kept
         ├── DeadlineExceeded    the time its client gave it is over; what was computed is kept
         ├── Overloaded          the queue is full: try again later
+        │   └── RateLimited     so many requests a minute are more than the key may make
         ├── ShuttingDown        the server is on its way out
         └── InternalError       our fault
 
@@ -25,6 +30,8 @@ Asserts are for our bugs; these are for everything else.
 from __future__ import annotations
 
 __all__ = [
+    "BodyTooLarge",
+    "BodyTooSlow",
     "Cancelled",
     "ConfigError",
     "Conflict",
@@ -33,16 +40,19 @@ __all__ = [
     "DeadlineExceeded",
     "DirectoryLocked",
     "DiskFull",
+    "Forbidden",
     "InternalError",
     "InvalidRequest",
     "ModelError",
     "NotFound",
     "Overloaded",
+    "RateLimited",
     "RequestError",
     "RewakeError",
     "ShuttingDown",
     "StoreError",
     "StoreLost",
+    "Unauthorized",
 ]
 
 
@@ -105,6 +115,35 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class BodyTooLarge(InvalidRequest):
+    """The body has more bytes than this server, or this key, takes."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body was begun, and the rest of it does not come."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class Unauthorized(RequestError):
+    """There is no API key in the request, or one that is not known. Does not say more."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """This key may not, or the request comes from a web page that may not ask."""
+
+    status = 403
+    kind = "permission_error"
+
+
 class NotFound(RequestError):
     """No such model or agent."""
 
@@ -144,6 +183,13 @@ class Overloaded(RequestError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimited(Overloaded):
+    """The key has made as many requests as it may in a minute."""
+
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class ShuttingDown(RequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -79,6 +80,7 @@ class Request:
     namespace: str = "default"
     agent: str | None = None
     deadline: float | None = None  # time.monotonic() at which it is given up
+    arrived: float = field(default_factory=time.perf_counter, compare=False)
     watch: Callable[[int], int | None] | None = field(default=None, repr=False)
 
 

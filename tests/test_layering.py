@@ -18,15 +18,16 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the top down: a module may import what stands in its own line or below.
 LAYERS = [
     {"__main__"},
-    {"cli", "agents_cli", "terminal"},
+    {"cli", "agents_cli", "keys_cli", "terminal"},
     {"client"},
     {"api"},
     {"service"},
     {"engine", "replay"},
+    {"counts"},
     {"memory", "sequence", "scheduler", "text"},
     {"backends"},
     {"store"},
-    {"config", "calibration"},
+    {"config", "calibration", "keys", "logs"},
     {"models"},
     {"spec", "request"},
     {"quant"},

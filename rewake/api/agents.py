@@ -10,31 +10,35 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
+from rewake.api.auth import caller, namespace
 from rewake.api.fields import Strict
-from rewake.api.generation import NAMESPACE, Generator, check_agent_id
+from rewake.api.generation import MOST_AGENT_ID, Generator, check_agent_id
 from rewake.api.verbs import done, on_engine, report_of
-from rewake.errors import InternalError, InvalidRequest
+from rewake.errors import BodyTooLarge, InternalError, InvalidRequest
 from rewake.memory.agents import Agents, AgentSummary
 from rewake.memory.portable import read_portable
 
 __all__ = ["router"]
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FILE = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+AgentId = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": MOST_AGENT_ID})]  # for the document; see check_agent_id
+
+
 class Create(Strict):
-    agent: str
+    agent: AgentId
     pinned: bool = False
     ttl: Seconds | None = None
 
@@ -52,7 +56,7 @@ class Update(Strict):
 
 
 class Fork(Strict):
-    to: str
+    to: AgentId
     turn: int | None = None
     tokens: int | None = None
 
@@ -71,14 +75,37 @@ class Nothing(Strict):
 
 
 class Import(Strict):
-    agent: str | None = None
+    agent: AgentId | None = None
+
+
+class AgentList(Strict):
+    object: Literal["list"] = "list"
+    data: list[AgentSummary]
+
+
+class Forgotten(Strict):
+    agent: str
+    forgotten: Literal[True] = True
+
+
+class Cancelled(Strict):
+    agent: str
+    cancelled: int
+
+
+class Woken(Strict):
+    agent: str
+    loaded_pages: int
+    state: str
 
 
 class Exported(FileResponse):
     """A file that is gone once it is sent, or once the client is."""
 
+    media_type = "application/x-tar"
+
     def __init__(self, path: Path, name: str, folder: ExitStack) -> None:
-        super().__init__(path, media_type="application/x-tar", filename=name)
+        super().__init__(path, filename=name)
         self.folder = folder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +130,7 @@ async def receive_file(request: Request, path: Path, most: int) -> None:
         async for chunk in request.stream():
             size += len(chunk)
             if size > most:
-                raise InvalidRequest(f"the file has more than the {most} bytes that all memories may take on disk (--disk)")
+                raise BodyTooLarge(f"the file has more than the {most} bytes that memories may take on disk (--disk), or this key may send")
             await asyncio.to_thread(file.write, chunk)
 
 
@@ -121,31 +148,37 @@ class Verbs:
         return self.engine.memory.agents
 
     async def listed(self) -> list[AgentSummary]:
-        return await on_engine(self.engine, lambda: self.agents.list(NAMESPACE))
+        space = namespace()  # here: the engine's thread knows no callers
+        return await on_engine(self.engine, lambda: self.agents.list(space))
 
-    async def summary(self, agent: str) -> dict[str, Any]:
-        return asdict(await on_engine(self.engine, lambda: self.agents.show(NAMESPACE, agent)))
+    async def summary(self, agent: str) -> AgentSummary:
+        space = namespace()
+        return await on_engine(self.engine, lambda: self.agents.show(space, agent))
 
-    async def changed(self, agent: str) -> dict[str, Any]:
+    async def changed(self, agent: str) -> AgentSummary:
         """The summary of one whose transcripts are others now: its texts are learnt again when they are needed."""
         await self.generator.forget(agent)
         return await self.summary(agent)
 
     async def done(self, verb: Callable[..., None], *arguments: Any, **fields: Any) -> None:
         """Call a verb of the `Agents` there are then, which reports in the end whether it has gone well."""
-        await done(self.engine, lambda told: verb(self.agents, NAMESPACE, *arguments, done=told, **fields))
+        space = namespace()
+        await done(self.engine, lambda told: verb(self.agents, space, *arguments, done=told, **fields))
 
     async def forget(self, agent: str) -> None:
-        error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(NAMESPACE, agent, told))
+        space = namespace()
+        error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(space, agent, told))
         await self.generator.forget(agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 
     async def cancel(self, agent: str) -> int:
-        return await on_engine(self.engine, lambda: self.engine.cancel_agent(NAMESPACE, agent))
+        space = namespace()
+        return await on_engine(self.engine, lambda: self.engine.cancel_agent(space, agent))
 
     async def wake(self, agent: str) -> int:
-        return await report_of(self.engine, lambda told: self.agents.wake(NAMESPACE, agent, told))
+        space = namespace()
+        return await report_of(self.engine, lambda told: self.agents.wake(space, agent, told))
 
     async def take_in(self, path: Path, name: str | None) -> str:
         """Import a file, as `name` or as it says itself; how the agent is called now."""
@@ -166,42 +199,42 @@ def router(generator: Generator) -> APIRouter:
 
 def add_records(routes: APIRouter, verbs: Verbs) -> None:
     @routes.get("")
-    async def list_agents() -> dict[str, Any]:
-        return {"object": "list", "data": [asdict(a) for a in await verbs.listed()]}
+    async def list_agents() -> AgentList:
+        return AgentList(data=await verbs.listed())
 
     @routes.post("", status_code=201)
-    async def create(body: Create) -> dict[str, Any]:
+    async def create(body: Create) -> AgentSummary:
         await verbs.done(Agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
         return await verbs.changed(body.agent)
 
     @routes.get("/{agent:path}")
-    async def show(agent: str) -> dict[str, Any]:
+    async def show(agent: AgentId) -> AgentSummary:
         return await verbs.summary(checked(agent))
 
     @routes.patch("/{agent:path}")
-    async def update(agent: str, body: Update) -> dict[str, Any]:
+    async def update(agent: AgentId, body: Update) -> AgentSummary:
         await verbs.done(Agents.update, checked(agent), **body.changes())
         return await verbs.summary(agent)
 
     @routes.delete("/{agent:path}")
-    async def forget(agent: str) -> dict[str, Any]:
+    async def forget(agent: AgentId) -> Forgotten:
         """Answers when the files are gone."""
         await verbs.forget(checked(agent))
-        return {"agent": agent, "forgotten": True}
+        return Forgotten(agent=agent)
 
 
 def add_files(routes: APIRouter, verbs: Verbs) -> None:
-    @routes.post("/import", status_code=201)
-    async def take_in(request: Request, query: Annotated[Import, Query()]) -> dict[str, Any]:
+    @routes.post("/import", status_code=201, openapi_extra=FILE)
+    async def take_in(request: Request, query: Annotated[Import, Query()]) -> AgentSummary:
         """The body is a file that `export` wrote; the agent is called as in it, unless another name is given."""
         name = None if query.agent is None else checked(query.agent)
         with TemporaryDirectory(prefix="rewake-import-") as folder:
             path = Path(folder) / "agent.tar"
-            await receive_file(request, path, verbs.service.config.disk)
+            await receive_file(request, path, caller.get().limits.body or verbs.service.config.disk)
             return await verbs.changed(await verbs.take_in(path, name))
 
-    @routes.post("/{agent:path}/export", response_class=Exported)
-    async def export(agent: str, nothing: Nothing | None = None) -> Exported:
+    @routes.post("/{agent:path}/export", response_class=Exported, status_code=200)
+    async def export(agent: AgentId, nothing: Nothing | None = None) -> Exported:
         with ExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory(prefix="rewake-export-"))) / "agent.tar"
             await verbs.done(Agents.export, checked(agent), path)
@@ -210,23 +243,23 @@ def add_files(routes: APIRouter, verbs: Verbs) -> None:
 
 def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
     @routes.post("/{agent:path}/fork", status_code=201)
-    async def fork(agent: str, body: Fork) -> dict[str, Any]:
+    async def fork(agent: AgentId, body: Fork) -> AgentSummary:
         await verbs.done(Agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(body.to)
 
     @routes.post("/{agent:path}/rewind")
-    async def rewind(agent: str, body: Rewind) -> dict[str, Any]:
+    async def rewind(agent: AgentId, body: Rewind) -> AgentSummary:
         body.check()
         await verbs.done(Agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(agent)
 
     @routes.post("/{agent:path}/cancel")
-    async def cancel(agent: str, nothing: Nothing | None = None) -> dict[str, Any]:
+    async def cancel(agent: AgentId, nothing: Nothing | None = None) -> Cancelled:
         """Stop what the agent is asked, within a step; what was computed is remembered. Whoever asked gets an error."""
-        return {"agent": agent, "cancelled": await verbs.cancel(checked(agent))}
+        return Cancelled(agent=agent, cancelled=await verbs.cancel(checked(agent)))
 
     @routes.post("/{agent:path}/wake")
-    async def wake(agent: str, nothing: Nothing | None = None) -> dict[str, Any]:
+    async def wake(agent: AgentId, nothing: Nothing | None = None) -> Woken:
         """A hint that the agent's next turn is near. As much of it is read as there is room for."""
         num_loaded = await verbs.wake(checked(agent))
-        return {"agent": agent, "loaded_pages": num_loaded, "state": (await verbs.summary(agent))["state"]}
+        return Woken(agent=agent, loaded_pages=num_loaded, state=(await verbs.summary(agent)).state)

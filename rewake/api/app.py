@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from rewake.api import agents, anthropic, metrics, openai
+from rewake.api.auth import Access
+from rewake.api.document import describe_all
+from rewake.api.gate import Gate
 from rewake.api.generation import Generator
-from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError
+from rewake.api.verbs import on_engine
+from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
+from rewake.memory.memory import AgentMemory
 from rewake.service import Service
 
 __all__ = ["create_app", "model_id"]
@@ -24,31 +33,55 @@ def model_id(service: Service) -> str:
     return service.path.resolve().name if name.startswith((".", "/", "~")) else name
 
 
-def create_app(service: Service) -> FastAPI:
+class Health(BaseModel):
+    status: str
+
+
+HEALTH: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
+
+
+def create_app(service: Service, access: Access | None = None) -> ASGIApp:
+    """The routes, behind the gate. Raises ConfigError where `Access` does."""
+    access = access or Access(service.config)
+    counts: Counter[int] = Counter()
+    gate: ASGIApp = Gate(routes(service, counts), access, error_response, counts)
+    if access.origins:
+        gate = CORSMiddleware(
+            gate, allow_origins=sorted(access.origins), allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-ID"]
+        )
+    return gate
+
+
+def routes(service: Service, answers: Counter[int]) -> FastAPI:
     app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
     generator = Generator(service)
     app.include_router(openai.router(generator, model_id(service)))
     app.include_router(anthropic.router(generator, model_id(service)))
     app.include_router(agents.router(generator))
-    app.include_router(metrics.router(service.engine))
+    app.include_router(metrics.router(service.engine, answers))
 
-    @app.get("/health")
-    @app.get("/health/ready")
+    @app.get("/health", responses=HEALTH)
+    @app.get("/health/ready", responses=HEALTH)
     async def ready() -> JSONResponse:
         """Whether requests are taken."""
         reason = service.engine.why_not_ready
         return JSONResponse({"status": reason or "ok"}, 200 if reason is None else 503)
 
-    @app.get("/health/live")
+    @app.get("/health/live", responses=HEALTH)
     async def live() -> JSONResponse:
         """Whether the process should be left alone; an engine that stays down will not come back by itself."""
         alive = service.engine.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine does not run"}, 200 if alive else 503)
 
+    @app.get("/health/books", responses={200: {"model": Health}, 500: {"model": Health}})
+    async def books() -> JSONResponse:
+        """Whether all slots, references and reservations of the memory add up: 500, and what does not, if not."""
+        wrong = await on_engine(service.engine, lambda: discrepancy(service.engine.memory))
+        return JSONResponse({"status": wrong or "ok"}, 200 if wrong is None else 500)
+
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> JSONResponse:
-        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded) else None
-        return JSONResponse(error_body(request, error), error.status, headers)
+        return error_response(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -62,14 +95,32 @@ def create_app(service: Service) -> FastAPI:
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         known = NotFound if error.status_code == 404 else InvalidRequest
         told = known(f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(error_body(request, told), error.status_code)
+        return JSONResponse(error_body(request.url.path, told), error.status_code, error.headers)
 
+    describe_all(app, lambda: [model_id(service)])
     return app
 
 
-def error_body(request: Request, error: RequestError) -> dict[str, Any]:
-    """In the form of the protocol that was spoken."""
-    return anthropic.error_body(error) if request.url.path.startswith(anthropic.PATH) else openai.error_body(error)
+def error_response(path: str, error: RequestError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(path, error), error.status, headers)
+
+
+def error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """In the form of the protocol that is spoken at `path`."""
+    return anthropic.error_body(error) if path.startswith(anthropic.PATH) else openai.error_body(error)
+
+
+def discrepancy(memory: AgentMemory) -> str | None:
+    try:
+        memory.check()
+    except AssertionError as error:
+        return str(error) or "the books do not add up"
+    return None
 
 
 def names_of(found: Any, body: Any) -> list[str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from rewake.api.auth import caller, namespace
 from rewake.errors import Cancelled, ContextLengthExceeded, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Constraint, Done, Event, Failed, Generated, Request, Sampling
@@ -19,10 +22,11 @@ from rewake.text.answer import AnswerText, Piece
 from rewake.text.stops import StopWatch
 from rewake.text.tools import Choice, Tool
 
-__all__ = ["NAMESPACE", "Ask", "Chat", "Form", "Generation", "Generator", "Part", "check_agent_id"]
+__all__ = ["MOST_AGENT_ID", "Ask", "Chat", "Form", "Generation", "Generator", "Part", "check_agent_id"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NAMESPACE = "default"
 MOST_AGENT_ID = 256  # characters
 
 
@@ -57,7 +61,7 @@ class Ask:
     tools: tuple[Tool, ...] = ()
     choice: Choice = Choice()
     form: Form | None = None
-    namespace: str = NAMESPACE
+    namespace: str = field(default_factory=namespace)  # the caller's
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Generator:
         """Tokenise, and hand over to the engine: `ask.n` answers. Raises RequestError for what cannot be answered."""
         service = self.service
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
+        note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
         check_bias(service, ask.sampling)
         prompt = await self.tokenise(ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
@@ -118,14 +123,25 @@ class Generator:
         def learn() -> None:
             service.transcripts.learn(ask.namespace, ask.agent, [[*generation.prompt.ids, *generation.kept]])
 
-        return lambda: self._text.submit(learn)
+        def done() -> None:
+            note(service, "answered", service.tokenizer.decode(generation.tokens))
+            self._text.submit(learn)
+
+        return done
 
     async def forget(self, agent: str) -> None:
         """Forget an agent's texts, too."""
-        await self._on_text_thread(lambda: self.service.transcripts.forget(NAMESPACE, agent))
+        space = namespace()
+        await self._on_text_thread(lambda: self.service.transcripts.forget(space, agent))
 
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, function)
+
+
+def note(service: Service, what: str, words: Any) -> None:
+    """In the log, with --log-prompts only."""
+    if service.config.log_prompts:
+        log.info("%s: %s", what, json.dumps(words))
 
 
 def encode(service: Service, ask: Ask) -> Prompt:
@@ -168,7 +184,7 @@ def request_of(
     return Request(
         id=generation.id,
         prompt=ids,
-        max_tokens=ask.max_tokens or room_behind(service, len(ids)),
+        max_tokens=room(service, len(ids), ask.max_tokens),
         emit=generation.emit,
         sampling=replace(ask.sampling, constraint=constraint, seed=None if seed is None else seed + number),
         stop_tokens=service.stop_tokens,
@@ -176,13 +192,22 @@ def request_of(
         agent=ask.agent if number == 0 else None,
         deadline=deadline,
         watch=generation.watch,
+        arrived=caller.get().arrived,
     )
 
 
-def room_behind(service: Service, num_prompt: int) -> int:
-    """The longest answer there is room for, where a client sets no bound."""
+def room(service: Service, num_prompt: int, asked: int | None) -> int:
+    """How long the answer may get: as asked, else as long as there is room for. Raises ContextLengthExceeded."""
     engine = service.engine
     most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
+    limit = caller.get().limits.context
+    if limit is not None and limit < most and num_prompt + (asked or 1) > limit:
+        raise ContextLengthExceeded(
+            f"{num_prompt} prompt tokens and up to {asked or 1} new ones are more than the {limit} this key may have", param="messages"
+        )
+    if asked is not None:
+        return asked
+    most = min(most, limit or most)
     if num_prompt >= most:
         raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
     return most - num_prompt

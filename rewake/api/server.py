@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from rewake.api.app import create_app
+from rewake.api.auth import Access
 from rewake.config import Config
 from rewake.errors import ConfigError
 from rewake.service import Service
@@ -47,13 +48,17 @@ def listen(config: Config) -> socket.socket:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
 
 
-def run(service: Service, listening: socket.socket) -> None:
+def run(service: Service, listening: socket.socket, access: Access) -> None:
     """Serve on a socket that listens, until a signal comes. The caller closes the service."""
     # uvicorn raises the signal again when it is done; that must not end the process before memories are saved
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(
-        create_app(service),
+        create_app(service, access),
+        log_config=None,  # as ours
         log_level="warning",
+        access_log=False,  # the gate keeps one
+        proxy_headers=False,
+        server_header=False,
         timeout_graceful_shutdown=service.config.drain + SECONDS_TO_SAY_GOODBYE,
     )
     Server(config, service).run([listening])

@@ -19,6 +19,7 @@ class Stats:
     pages_held: int
     pages_cached: int
     pages_loading: int
+    pages_on_disk: int
     disk_bytes: int
     disk_budget_bytes: int
     bytes_written: int
@@ -39,6 +40,7 @@ def stats_of(ledger: Ledger) -> Stats:
         pages_held=residency.pool.num_slots - free - cached - loading,
         pages_cached=cached,
         pages_loading=loading,
+        pages_on_disk=sum(1 for resident in ledger.tree.residents() if resident.files),
         disk_bytes=store.used if store else 0,
         disk_budget_bytes=store.budget if store else 0,
         bytes_written=store.bytes_written if store else 0,

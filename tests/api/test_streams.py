@@ -35,7 +35,7 @@ def posted(service: Service, path: str, **fields: Any) -> str:
 
     async def post() -> str:
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"model": service.path.name, "messages": LONG, "max_tokens": 8, "stream": True, **fields}
             return (await client.post(path, json=body)).raise_for_status().text
 

@@ -11,12 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from rewake.api.agents import Verbs
+from rewake.api.auth import EVERYBODY, Caller, caller
 from rewake.api.verbs import done, on_engine
 from rewake.errors import Conflict, InternalError, ShuttingDown
 from rewake.memory.agents import Agents
 from tests.fakes import EngineHarness
 
 Told = Callable[[Exception | None], None]
+
+
+@pytest.fixture(autouse=True)
+def asked_by_somebody() -> None:
+    caller.set(Caller(EVERYBODY, 0.0))
 
 
 def test_a_client_that_leaves_does_not_end_the_engine(harness: EngineHarness) -> None:
