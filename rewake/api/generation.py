@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -93,7 +93,7 @@ class Generator:
         service = self.service
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
-        check_bias(service, ask.sampling)
+        check_tokens(service, (token for token, _ in ask.sampling.logit_bias), "logit_bias")
         prompt = await self.tokenise(ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
         started: list[Generation] = []
@@ -148,6 +148,7 @@ def encode(service: Service, ask: Ask) -> Prompt:
     """For the text thread."""
     tokenizer, transcripts = service.tokenizer, service.transcripts
     if isinstance(ask.prompt, tuple):
+        check_tokens(service, ask.prompt, "prompt")
         return Prompt(ask.prompt)
     if isinstance(ask.prompt, str):
         return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, tokenizer.raw(ask.prompt))))
@@ -156,10 +157,10 @@ def encode(service: Service, ask: Ask) -> Prompt:
     return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
 
 
-def check_bias(service: Service, sampling: Sampling) -> None:
+def check_tokens(service: Service, tokens: Iterable[int], field: str) -> None:
     vocab = service.backend.spec.vocab_size
-    if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
-        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="logit_bias")
+    if any(not 0 <= token < vocab for token in tokens):
+        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param=field)
 
 
 def constraints_of(service: Service, ask: Ask, opened: bool | None) -> list[Constraint | None]:

@@ -245,9 +245,15 @@ def test_a_text_is_gone_on_with(chat_client: openai.OpenAI) -> None:
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": ["a"] * 20}, "prompt"),
         ({"prompt": ""}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": "half \ud83d"}, "prompt"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"prompt": "word " * 3000}, "prompt"),
     ],
 )
 def test_completions_refuse_by_name(live: ServerProcess, fields: dict[str, Any], param: str) -> None:
-    response = live.http.post("/v1/completions", json={"model": DEFAULT_MODEL, "prompt": "x", **fields})
+    body = json.dumps({"model": DEFAULT_MODEL, "prompt": "x", **fields})
+    response = live.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["param"].split(".")[0] == param, response.text
