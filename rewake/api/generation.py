@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -95,7 +95,7 @@ class Generator:
         service = self.service
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
-        check_ids(service, ask)
+        check_tokens(service, (token for token, _ in ask.sampling.logit_bias), "logit_bias")
         prompt = await self.tokenise(ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
         started: list[Generation] = []
@@ -162,6 +162,7 @@ def encode(service: Service, ask: Ask) -> Prompt:
     """For the text thread."""
     tokenizer, transcripts = service.tokenizer, service.transcripts
     if isinstance(ask.prompt, tuple):
+        check_tokens(service, ask.prompt, "prompt")
         return Prompt(ask.prompt)
     if isinstance(ask.prompt, str):
         return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, tokenizer.raw(ask.prompt))))
@@ -170,13 +171,10 @@ def encode(service: Service, ask: Ask) -> Prompt:
     return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
 
 
-def check_ids(service: Service, ask: Ask) -> None:
-    """Tokens that a client names are the model's. Raises InvalidRequest: any other would be read from behind its embeddings."""
-    vocab, sampling = service.backend.spec.vocab_size, ask.sampling
-    if isinstance(ask.prompt, tuple) and any(not 0 <= token < vocab for token in ask.prompt):
-        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="prompt")
-    if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
-        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="logit_bias")
+def check_tokens(service: Service, tokens: Iterable[int], field: str) -> None:
+    vocab = service.backend.spec.vocab_size
+    if any(not 0 <= token < vocab for token in tokens):
+        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param=field)
 
 
 def constraints_of(service: Service, ask: Ask, opened: bool | None) -> list[Constraint | None]:
@@ -268,7 +266,7 @@ class Generation:
     @property
     def kept(self) -> list[int]:
         """The tokens that are remembered: those before a stop string."""
-        return self.tokens if self.watch is None or self.watch.kept is None else self.tokens[: self.watch.kept]
+        return self.tokens if self.text.stop is None else self.tokens[: self.text.num_whole]
 
     async def parts(self) -> AsyncIterator[Part]:
         """The answer as it comes. Raises RequestError. Leaving early, however, cancels the request."""
@@ -279,7 +277,7 @@ class Generation:
                 self.tokens.append(event.token)
                 self._pending.append(event)
                 if pieces := self.text.push(event.token):
-                    yield self._part(pieces)
+                    yield self._part(pieces, self.text.num_whole)
             self._ended = True
             if isinstance(event, Failed):
                 raise event.error
@@ -287,15 +285,16 @@ class Generation:
                 raise self._why_cancelled()
             self.done = event
             self.on_done()
-            pieces = self.text.finish()
-            if pieces or self._pending:
-                yield self._part(pieces)
+            last = self._part(self.text.finish(), len(self.kept))
+            if last.pieces or last.tokens:
+                yield last
         finally:
             self.cancel()
 
-    def _part(self, pieces: list[Piece]) -> Part:
-        first = len(self.tokens) - len(self._pending)
-        tokens, self._pending = self._pending[: max(0, len(self.kept) - first)], []
+    def _part(self, pieces: list[Piece], num_told: int) -> Part:
+        """`num_told` of the answer's tokens are through with it."""
+        cut = max(0, num_told - (len(self.tokens) - len(self._pending)))
+        tokens, self._pending = self._pending[:cut], self._pending[cut:]
         return Part(pieces, tokens)
 
     def _why_cancelled(self) -> RequestError:
