@@ -18,12 +18,12 @@ from rewake.backends.torch.dense import CODED, completed, frequencies, why_not_d
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.loader import load_model
+from rewake.backends.torch.measure import tables_of
 from rewake.backends.torch.model import TorchBackend
 from rewake.cli import main
 from rewake.config import Config
 from rewake.errors import ConfigError, ModelError
 from rewake.models import resolve
-from rewake.planes import slot_bytes
 from rewake.quant import PAGE_TOKENS, f32_to_bf16
 from rewake.request import Sampling
 from tests.backends.test_torch import mean_kl, steps
@@ -267,11 +267,11 @@ class Pages:
 
     def __init__(self, backend: TorchBackend) -> None:
         self.backend = backend
-        self.size = slot_bytes(backend.planes.page_bytes)
+        self.size = backend.planes.num_slots * backend.planes.slot_bytes
 
     def row(self, seq: int, tokens: list[int], start: int, end: int) -> Row:
-        slots = tuple((2 * seq + i) * self.size for i in range(-(-end // PAGE_TOKENS)))
-        return Row(tuple(tokens[start:end]), start, start, (slots,), tuple(map(str, slots)), str(seq), GREEDY)
+        pages = range(2 * seq, 2 * seq - (-end // PAGE_TOKENS))
+        return Row(tuple(tokens[start:end]), start, start, tables_of(self.backend, pages), tuple(map(str, pages)), str(seq), GREEDY)
 
     def run(self, *rows: Row) -> Output:
         return self.backend.forward(Batch(rows))
