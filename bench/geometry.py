@@ -244,8 +244,8 @@ def evict(engine: Engine) -> None:
     residency = engine.memory.residency
 
     def drop() -> None:
-        for resident in list(residency.cached):
-            if resident.slot is not None:
-                residency.drop(resident)
+        for piece in list(residency.cached):
+            if piece in residency.cached:  # it may have gone with another
+                residency.drop(piece)
 
     engine.call(drop).result()
