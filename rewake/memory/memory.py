@@ -56,7 +56,7 @@ class AgentMemory:
         if slots > self.residency.pool.num_slots:
             raise ContextLengthExceeded(
                 f"{len(request.prompt)} prompt tokens and up to {request.max_tokens} new ones need {pages} pages of {PAGE_TOKENS} tokens"
-                f" ({slots * size} bytes); the memory budget holds {self.residency.pool.num_slots * size}",
+                f" ({slots * size} bytes in {slots} slots at once); the memory budget holds {self.residency.pool.num_slots}",
                 param="messages",
             )
 

@@ -205,7 +205,7 @@ def test_a_page_lost_while_its_rows_are_copied_leaves_a_fork_without_them(harnes
     finish, waiting, is_read = harness.memory.residency._finish_load, [], Event()
 
     def finish_later(*what: Any) -> None:
-        if what[0] is not head:
+        if what[0][0] is not head:
             finish(*what)
             return
         waiting.append(lambda: finish(*what))

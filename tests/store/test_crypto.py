@@ -82,7 +82,7 @@ def content(path: Path) -> dict[str, bytes]:
 def test_the_same_is_never_sealed_the_same_way_twice_except_for_names() -> None:
     assert CIPHER.seal("ns", b"text", b"") != CIPHER.seal("ns", b"text", b"")
     sealed = [CIPHER.seal_file("ns", [memoryview(b"text" * 100)], b"") for _ in range(2)]
-    assert not set(sealed[0]) & set(sealed[1])
+    assert not {b"".join(sealed[0][0]), *sealed[0][1:]} & {b"".join(sealed[1][0]), *sealed[1][1:]}
     assert CIPHER.seal_name("ns", "ada") == CIPHER.seal_name("ns", "ada") != CIPHER.seal_name("ns2", "ada")
     for name in ("", "ada", "ÄÖ\n" * 100):
         assert CIPHER.open_name("ns", CIPHER.seal_name("ns", name)) == name
