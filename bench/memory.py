@@ -225,7 +225,7 @@ def ready_and_match(path: Path, tokenizer: Tokenizer, agents: int, repetitions: 
             prefix = memory.tree.longest_prefix(NAMESPACE, prompt, "agent0")
             times.append(time.perf_counter() - started)
             assert prefix.length >= len(first) // PAGE_TOKENS * PAGE_TOKENS and len(prompt) > len(first) > 30_000
-        num_pages = sum(hasattr(r, "file") for r in memory.tree.residents())
+        num_pages = sum(hasattr(r, "children") for r in memory.tree.residents())
         close(memory)
     return [
         {"what": f"ready, {agents} agents, {num_pages} pages", "ms": statistics.median(ready) * 1000},
