@@ -84,7 +84,7 @@ class AgentMemory:
         position = min(start, len(prompt) - 1)
         needed = self._needed(Prefix(prefix.pages, last, prefix.rows if last is not None else 0), position)
         num_to_grow = num_pages - len(prefix.pages) - has_page
-        if not self._has_room(needed, num_to_grow):
+        if not self._has_room(needed, num_to_grow, has_copy=source is not None):
             return False
         cold = [r for r, planes in needed if not self.residency.is_hot(r, planes)]
         match = describe(found, request, prefix.length if branch or source else start, sum(self._rows_used(r, prefix) for r in cold))
@@ -101,6 +101,8 @@ class AgentMemory:
             self.residency.hold(branch, self.planes.all)
         for resident, planes in needed:
             self.residency.hold(resident, planes)
+        if source is not None:  # what is to be copied to is taken now, as others may take what is left
+            self.grow(sequence, sequence.page_start + prefix.rows)
         self.ledger.make_room_for(pages_for(len(prompt)) - len(prefix.pages))  # what is held does not have to make room
         self._load(sequence, needed, source, prefix, ready)
         return True
@@ -137,8 +139,8 @@ class AgentMemory:
             return None
         return branch if branch.agent == request.agent and not branch.running else None
 
-    def _has_room(self, needed: Needed, num_to_grow: int) -> bool:
-        """Whether all that is needed can be held now, and a sequence can grow by so many pages meanwhile."""
+    def _has_room(self, needed: Needed, num_to_grow: int, *, has_copy: bool) -> bool:
+        """Whether all that is needed can be held now, with a page to copy to, and a sequence can grow by so many pages meanwhile."""
         to_take = to_keep = 0
         for resident, planes in needed:
             for plane in planes:
@@ -146,7 +148,7 @@ class AgentMemory:
                     to_take += self.planes.planes[plane].num_slots
                 elif isinstance(resident, Page) and not self._is_needed_by_others(resident, plane):
                     to_keep += self.planes.planes[plane].num_slots
-        if to_take > self.residency.num_available:
+        if to_take + has_copy * self.planes.num_slots > self.residency.num_available:
             return False
         return to_take + to_keep + self._most_slots(num_to_grow) <= self._num_promised_to_nobody()
 
@@ -177,6 +179,7 @@ class AgentMemory:
         sequence.branch.running = False
         self.open_sequences.remove(sequence)
         if all(resident is not sequence.branch for resident, _ in needed):
+            self.residency.give(sequence.branch.slots)
             self.residency.release(sequence.branch, self.planes.all)
         for resident, planes in reversed(needed):
             self.residency.release(resident, planes)
@@ -187,7 +190,6 @@ class AgentMemory:
         if branch not in branch.parent.branches:
             self.tree.add_branch(branch)
         if source is not None:
-            self.grow(sequence, sequence.page_start + prefix.rows)
             self.residency.copy(source, branch.slots)
             self.trace("copy", name_of(source), sequence.page_names()[-1])
             self.residency.release(source, self.planes.all)
@@ -336,7 +338,9 @@ class AgentMemory:
 
     def check(self) -> None:
         """Add everything up: slots, references, reservations and rows."""
-        self.ledger.check([slot for s in self.open_sequences for page in s.spare for slots in page.values() for slot in slots])
+        opening = [s.branch.slots for s in self.open_sequences if s.branch not in s.branch.parent.branches]
+        spare = [page for s in self.open_sequences for page in s.spare]
+        self.ledger.check([slot for page in (*opening, *spare) for slots in page.values() for slot in slots])
         reserved, to_nobody = self._num_reserved(), self._num_promised_to_nobody()
         assert reserved >= 0 and to_nobody >= 0, f"{reserved} slots reserved, {-to_nobody} more than there are"
 
