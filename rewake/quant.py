@@ -230,7 +230,8 @@ def decode_refined(codes: U32, residuals: U32, scales: U16, biases: U16, group_s
 def packed(codes: U32) -> U32:
     """4-bit codes [..., n] in words [..., n / 8]."""
     words = codes.reshape(*codes.shape[:-1], -1, 8) << (np.arange(8, dtype=np.uint32) * np.uint32(4))
-    return np.bitwise_or.reduce(words, axis=-1)
+    joined: U32 = np.bitwise_or.reduce(words, axis=-1)
+    return joined
 
 
 def unpacked(words: U32) -> U32:
