@@ -229,8 +229,7 @@ class Ledger:
     def adopt(self, branch: Branch, page: Page, slots: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
         """A page was computed that is remembered already; the caller holds it. What is in the arena wins, so that hot and restored
         agents attend to the same bytes; what is only on disk is written anew, unless it is equal. The planes taken from `slots`."""
-        for plane in range(len(self.planes.base)):
-            self._agree_on_residuals(page, plane, slots)
+        read = [self._agree_on_residuals(page, plane, slots) for plane in range(len(self.planes.base))]
         taken = tuple(plane for plane in slots if plane not in page.slots)
         self.residency.give({plane: own for plane, own in slots.items() if plane not in taken})
         self.residency.place(page, {plane: slots[plane] for plane in taken})
@@ -245,29 +244,32 @@ class Ledger:
         if taken and not page.saving:
             page.files, page.file_name = tuple(f for f in page.files if f not in old), ""
             self.save_page(branch, page, tuple(old))
-        return taken
+        return tuple(plane for plane in taken if plane not in read)
 
-    def _agree_on_residuals(self, page: Page, plane: int, slots: dict[int, tuple[int, ...]]) -> None:
-        """Residuals refine the very codes they were computed with, and a page that is hot may have lost its own.
+    def _agree_on_residuals(self, page: Page, plane: int, slots: dict[int, tuple[int, ...]]) -> int | None:
+        """Residuals refine the very codes they were computed with, and a page that is hot may have let go of its own.
 
-        Then codes and residuals are both taken, or the codes are equal, or the page's own residuals are read; where there are none
-        any more, the middle of a step is as good as anything.
+        Then codes and residuals are both taken, or the codes are equal, or the page's own residuals are read into `slots`: their plane
+        is returned. Where there are none any more, the middle of a step is as good as anything.
         """
         residual, residency = self.planes.residual_of(plane), self.residency
         if residual is None or plane not in page.slots or residual in page.slots:
-            return
+            return None
         ours, theirs = residency.views(slots[plane], plane), residency.bytes_of(page, plane)
         if all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-            return
+            return None
         if page.needs[plane] == 1:
             residency.vacate_plane(page, plane)
-            return
+            return None
         own = residency.views(slots[residual], residual)
         try:
+            if page.stored(residual) < PAGE_TOKENS:
+                raise CorruptFile("not all of it is on disk")
             residency.read(files_of((page, residual)), residual, own)
         except CorruptFile:
             for slot in own:
                 slot[:] = 0x88
+        return residual
 
     # ---- the disk's budget
 
