@@ -165,7 +165,9 @@ def encode(service: Service, ask: Ask) -> Prompt:
         check_tokens(service, ask.prompt, "prompt")
         return Prompt(ask.prompt)
     if isinstance(ask.prompt, str):
-        return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, tokenizer.raw(ask.prompt))))
+        if not (text := tokenizer.raw(ask.prompt)):
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)))
     text = tokenizer.render(ask.prompt.messages, ask.prompt.tools, go_on=ask.prompt.go_on)
     opened = text.rstrip().endswith("<think>") if tokenizer.thinks and not ask.prompt.go_on else None
     return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
