@@ -1,4 +1,4 @@
-"""The command line: serve, pull, calibrate, chat, agents, doctor, replay."""
+"""The command line: serve, pull, models, calibrate, chat, agents, doctor, replay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     command("serve", serve, "serve the OpenAI protocol on this machine")
-    command("pull", pull, "fetch a model, and convert it if need be", ("model",))
+    pull_parser = command("pull", pull, "fetch models as they are now, and convert them if need be", ("model",))
+    pull_parser.add_argument("names", nargs="*", metavar="MODEL", help="as for --model")
+    command("models", list_models, "list the models that are on this machine", ("log_level",))
     about = "measure a model: centre its keys, so that they lose less in few bits, and tell what each codec loses"
     calibrate_parser = command("calibrate", calibrate, about, ("model", "threads", "kv_loss"))
     calibrate_parser.add_argument("--text", type=Path, metavar="FILE", help="what to measure on (text the model itself writes)")
@@ -106,10 +108,25 @@ def budget(page_bytes: int, memory: int) -> str:
     return f"{size(memory)}: {pages} pages of 256 tokens, {size(page_bytes)} each ({pages * 256} tokens)"
 
 
-def pull(config: Config, _: dict[str, Any]) -> int:
-    from rewake.models import resolve
+def pull(config: Config, flags: dict[str, Any]) -> int:
+    from rewake.models import pull
 
-    say(str(resolve(config.model)))
+    for name in flags["names"] or config.models:
+        say(str(pull(name)))
+    return 0
+
+
+def list_models(config: Config, _: dict[str, Any]) -> int:
+    from rewake.cache import models_path
+    from rewake.models import WHEELS, kept
+
+    there = kept()
+    for name, folder in there:
+        taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        say(f"{name or '(a local GGUF file)':40} {size(taken):>10}  {folder}")
+    for name in sorted(set(WHEELS) - {name for name, _ in there}):
+        say(f"{name:40} {'':>10}  not fetched yet")
+    say(f"They are kept in {models_path()} (REWAKE_MODELS); --model also takes folders, .gguf files and org/name from the Hub.")
     return 0
 
 

@@ -28,6 +28,8 @@ LAYERS = [
     {"store"},
     {"config", "calibration"},
     {"models"},
+    {"hub"},
+    {"cache"},
     {"spec", "request"},
     {"quant"},
     {"errors"},

@@ -19,6 +19,7 @@ from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.base import AttentionKernels
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.step import DensePlan
+from rewake.cache import file_digest
 from rewake.errors import ModelError
 from rewake.quant import PageLayout
 from rewake.spec import ModelCacheSpec
@@ -115,9 +116,8 @@ def content(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights_digest(path: Path, pattern: str) -> str:
-    """SHA-256 over the weight files, by name and content."""
+    """SHA-256 over the weight files, by name and content. Of a file that has not changed, it is known from before."""
     digest = hashlib.sha256()
     for file in sorted(path.glob(pattern)):
-        with open(file, "rb") as opened:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+        digest.update(file.name.encode() + b"\0" + bytes.fromhex(file_digest(file)))
     return digest.hexdigest()
