@@ -201,3 +201,18 @@ def test_a_sequence_draws_from_its_own_stream() -> None:
         drawn.append(draw(shared, logits, sampling, "a"))
         draw(shared, logits, Sampling(seed=6), "b")
     assert drawn == expected
+
+
+def test_draws_do_not_depend_on_torchs_default_dtype() -> None:
+    """It is another one while transformers loads another model."""
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+
+    def drawn() -> list[int]:
+        return [draw(Sampler(), logits, Sampling(temperature=0.7, seed=seed), "a") for seed in range(300)]
+
+    usual = drawn()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert drawn() == usual
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -93,6 +93,7 @@ def load_for_transformers(path: Path, reason: str) -> LoadedModel:
 
     from rewake.backends.torch.eager import load_eager, working_dtype
     from rewake.backends.torch.latent import absorb
+    from rewake.backends.torch.longrope import freeze_longrope
 
     try:
         config = AutoConfig.from_pretrained(path)
@@ -105,6 +106,8 @@ def load_for_transformers(path: Path, reason: str) -> LoadedModel:
     if spec.group.kind == "latent" and not absorb(model):
         spec = ModelCacheSpec.from_config(text_config, latent=False)
     facts: dict[str, Any] = {"weights": weights_digest(path, "*.safetensors"), "dtype": str(dtype), "config": content(config.to_dict())}
+    if (frozen := freeze_longrope(model)) is not None:
+        facts["longrope"] = frozen
     if spec.group.latent_dim:  # which the config does not say: with other code, heads are cached instead
         facts["latent_dim"] = spec.group.latent_dim
     weights = f"{str(dtype).removeprefix('torch.')}: {why}"

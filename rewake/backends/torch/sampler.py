@@ -31,7 +31,7 @@ class Sampler:
         tokens: list[int] = logits.argmax(-1).tolist()
         warm = [i for i, (sampling, _) in enumerate(rows) if sampling.temperature >= COLDEST]
         if warm:
-            temperatures = torch.tensor([[rows[i][0].temperature] for i in warm])
+            temperatures = torch.tensor([[rows[i][0].temperature] for i in warm], dtype=torch.float32)
             for i, probabilities in zip(warm, (logits[warm] / temperatures).softmax(-1), strict=True):
                 tokens[i] = self._draw(probabilities, *rows[i])
         return tokens
