@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from rewake.agents_cli import SERVER_FLAGS, add_agents, connect
+from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     calibrate_parser.add_argument("--again", action="store_true", help="even if it was done before")
     chat_parser = command("chat", chat, "talk to an agent of a running server", tuple(SERVER_FLAGS), SERVER_FLAGS)
     chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
+    add_model(chat_parser)
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
     command("doctor", doctor, "tell what would run here, and why", ("data", "context", *MODEL_FLAGS))
@@ -83,23 +84,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def serve(config: Config, _: dict[str, Any]) -> int:
-    from rewake.api.app import model_id
     from rewake.api.server import listen, run
-    from rewake.service import open_service
+    from rewake.services import Services
 
     with listen(config) as socket:  # first: a port that is taken is no reason to load a model
         say(f"Loading {config.model} ...")
-        service = open_service(config)
+        services = Services(config)
         try:
+            service = services.loaded[services.default]
             for key, value in service.backend.describe().items():
                 say(f"{key:8} {value}")
-            say(f"{'memory':8} {budget(service.backend.layout.page_bytes, config.memory)}")
+            say(f"{'memory':8} {budget(service.backend.layout.page_bytes, service.config.memory)}")
+            if more := services.names[1:]:
+                say(f"{'models':8} {', '.join(more)} when asked for; {services.max_loaded} loaded at once, {size(config.memory)} for all")
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
-            say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
-            run(service, socket)
+            del service  # it may be unloaded
+            say(f"Serving {', '.join(services.names)} on http://{config.host}:{config.port}/v1")
+            run(services, socket)
         finally:
-            service.close()
+            services.close()
     return 0
 
 
@@ -229,7 +233,7 @@ def replay_recording(config: Config, flags: dict[str, Any]) -> int:
 
 
 def chat(config: Config, flags: dict[str, Any]) -> int:
-    with connect(config) as client:
+    with connect(config, flags) as client:
         model, agent = client.model(), flags["agent"]
         say(f"You talk to {agent} ({model}). An empty line ends it.")
         say(remembered(client, agent))

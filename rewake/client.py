@@ -42,11 +42,14 @@ Json = dict[str, Any]
 
 
 class Client:
-    """Speaks to one server; close it, or use it in a `with`."""
+    """Speaks to one server, of one of its models; close it, or use it in a `with`."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8000") -> None:
+    def __init__(self, url: str = "http://127.0.0.1:8000", model: str | None = None) -> None:
+        """`model` is one of those that the server runs; its first one, if none is named."""
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(CONNECT_SECONDS, read=None), trust_env=False)
+        self._model = model
+        timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, params={"model": model} if model else None)
 
     def close(self) -> None:
         self._http.close()
@@ -118,8 +121,8 @@ class Client:
     # ---- talks
 
     def model(self) -> str:
-        """What the server calls the model it runs."""
-        return str(self._json("GET", "/v1/models")["data"][0]["id"])
+        """What the server calls the model that is meant."""
+        return self._model or str(self._json("GET", "/v1/models")["data"][0]["id"])
 
     def chat(self, messages: Sequence[Json], *, agent: str | None = None, model: str | None = None, **fields: Any) -> Iterator[Json]:
         """The chunks of a streamed answer, as in the OpenAI protocol; the last one has `rewake`. `fields` as there."""

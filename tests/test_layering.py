@@ -21,6 +21,7 @@ LAYERS = [
     {"cli", "agents_cli", "terminal"},
     {"client"},
     {"api"},
+    {"services"},
     {"service"},
     {"engine", "replay"},
     {"memory", "sequence", "scheduler", "text"},

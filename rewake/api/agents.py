@@ -1,5 +1,7 @@
 """Agents over HTTP: create, list, show, pin, fork, rewind, wake, export, import, forget.
 
+An agent is of one model: the one that the query names (`?model=NAME`), else the server's first.
+
 An id may hold slashes, so what is done to an agent stands behind it: `POST /v1/agents/{agent}/fork` forks `agent`, one
 called `x/fork` too.
 """
@@ -8,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
@@ -26,6 +28,7 @@ from rewake.api.verbs import done, on_engine, report_of
 from rewake.errors import InternalError, InvalidRequest
 from rewake.memory.agents import Agents, AgentSummary
 from rewake.memory.portable import read_portable
+from rewake.service import Service
 
 __all__ = ["router"]
 
@@ -72,6 +75,7 @@ class Nothing(Strict):
 
 class Import(Strict):
     agent: str | None = None
+    model: str | None = None
 
 
 class Exported(FileResponse):
@@ -108,12 +112,12 @@ async def receive_file(request: Request, path: Path, most: int) -> None:
 
 
 class Verbs:
-    """What is done to agents, awaited."""
+    """What is done to agents of one model, awaited."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, service: Service) -> None:
         self.generator = generator
-        self.service = generator.service
-        self.engine = generator.service.engine
+        self.service = service
+        self.engine = service.engine
 
     @property
     def agents(self) -> Agents:
@@ -128,7 +132,7 @@ class Verbs:
 
     async def changed(self, agent: str) -> dict[str, Any]:
         """The summary of one whose transcripts are others now: its texts are learnt again when they are needed."""
-        await self.generator.forget(agent)
+        await self.generator.forget(self.service, agent)
         return await self.summary(agent)
 
     async def done(self, verb: Callable[..., None], *arguments: Any, **fields: Any) -> None:
@@ -137,7 +141,7 @@ class Verbs:
 
     async def forget(self, agent: str) -> None:
         error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(NAMESPACE, agent, told))
-        await self.generator.forget(agent)
+        await self.generator.forget(self.service, agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
 
@@ -153,43 +157,56 @@ class Verbs:
         return agent
 
 
-def router(generator: Generator) -> APIRouter:
+async def verbs_of(request: Request, model: str | None = None) -> AsyncIterator[Verbs]:
+    """For one request, during which the model stays loaded."""
+    generator: Generator = request.app.state.generator
+    name = generator.services.find(model)
+    service = await generator.use(name)
+    try:
+        yield Verbs(generator, service)
+    finally:
+        generator.services.release(name)
+
+
+Asked = Annotated[Verbs, Depends(verbs_of)]
+
+
+def router() -> APIRouter:
     routes = APIRouter(prefix="/v1/agents")
-    verbs = Verbs(generator)
     for add in (add_records, add_files, add_transcripts):
-        add(routes, verbs)
+        add(routes)
     return routes
 
 
-def add_records(routes: APIRouter, verbs: Verbs) -> None:
+def add_records(routes: APIRouter) -> None:
     @routes.get("")
-    async def list_agents() -> dict[str, Any]:
+    async def list_agents(verbs: Asked) -> dict[str, Any]:
         return {"object": "list", "data": [asdict(a) for a in await verbs.listed()]}
 
     @routes.post("", status_code=201)
-    async def create(body: Create) -> dict[str, Any]:
+    async def create(body: Create, verbs: Asked) -> dict[str, Any]:
         await verbs.done(Agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
         return await verbs.changed(body.agent)
 
     @routes.get("/{agent:path}")
-    async def show(agent: str) -> dict[str, Any]:
+    async def show(agent: str, verbs: Asked) -> dict[str, Any]:
         return await verbs.summary(checked(agent))
 
     @routes.patch("/{agent:path}")
-    async def update(agent: str, body: Update) -> dict[str, Any]:
+    async def update(agent: str, body: Update, verbs: Asked) -> dict[str, Any]:
         await verbs.done(Agents.update, checked(agent), **body.changes())
         return await verbs.summary(agent)
 
     @routes.delete("/{agent:path}")
-    async def forget(agent: str) -> dict[str, Any]:
+    async def forget(agent: str, verbs: Asked) -> dict[str, Any]:
         """Answers when the files are gone."""
         await verbs.forget(checked(agent))
         return {"agent": agent, "forgotten": True}
 
 
-def add_files(routes: APIRouter, verbs: Verbs) -> None:
+def add_files(routes: APIRouter) -> None:
     @routes.post("/import", status_code=201)
-    async def take_in(request: Request, query: Annotated[Import, Query()]) -> dict[str, Any]:
+    async def take_in(request: Request, query: Annotated[Import, Query()], verbs: Asked) -> dict[str, Any]:
         """The body is a file that `export` wrote; the agent is called as in it, unless another name is given."""
         name = None if query.agent is None else checked(query.agent)
         with TemporaryDirectory(prefix="rewake-import-") as folder:
@@ -198,27 +215,27 @@ def add_files(routes: APIRouter, verbs: Verbs) -> None:
             return await verbs.changed(await verbs.take_in(path, name))
 
     @routes.post("/{agent:path}/export", response_class=Exported)
-    async def export(agent: str, nothing: Nothing | None = None) -> Exported:
+    async def export(agent: str, verbs: Asked, nothing: Nothing | None = None) -> Exported:
         with ExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory(prefix="rewake-export-"))) / "agent.tar"
             await verbs.done(Agents.export, checked(agent), path)
             return Exported(path, file_name(agent), stack.pop_all())
 
 
-def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
+def add_transcripts(routes: APIRouter) -> None:
     @routes.post("/{agent:path}/fork", status_code=201)
-    async def fork(agent: str, body: Fork) -> dict[str, Any]:
+    async def fork(agent: str, body: Fork, verbs: Asked) -> dict[str, Any]:
         await verbs.done(Agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(body.to)
 
     @routes.post("/{agent:path}/rewind")
-    async def rewind(agent: str, body: Rewind) -> dict[str, Any]:
+    async def rewind(agent: str, body: Rewind, verbs: Asked) -> dict[str, Any]:
         body.check()
         await verbs.done(Agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(agent)
 
     @routes.post("/{agent:path}/wake")
-    async def wake(agent: str, nothing: Nothing | None = None) -> dict[str, Any]:
+    async def wake(agent: str, verbs: Asked, nothing: Nothing | None = None) -> dict[str, Any]:
         """A hint that the agent's next turn is near. As much of it is read as there is room for."""
         num_loaded = await verbs.wake(checked(agent))
         return {"agent": agent, "loaded_pages": num_loaded, "state": (await verbs.summary(agent))["state"]}

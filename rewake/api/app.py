@@ -12,35 +12,29 @@ from starlette.exceptions import HTTPException
 from rewake.api import agents, metrics, openai
 from rewake.api.generation import Generator
 from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError
-from rewake.service import Service
+from rewake.services import Services
 
-__all__ = ["create_app", "model_id"]
-
-
-def model_id(service: Service) -> str:
-    """What clients call the model: its name, without the folders a local one lies in."""
-    name = service.config.model
-    return service.path.resolve().name if name.startswith((".", "/", "~")) else name
+__all__ = ["create_app"]
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
-    generator = Generator(service)
-    app.include_router(openai.router(generator, model_id(service)))
-    app.include_router(agents.router(generator))
-    app.include_router(metrics.router(service.engine))
+    app.state.generator = generator = Generator(services)
+    app.include_router(openai.router(generator))
+    app.include_router(agents.router())
+    app.include_router(metrics.router(services))
 
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
-        """Whether requests are taken."""
-        reason = service.engine.why_not_ready
+        """Whether requests are taken; one for a model that is not loaded now has it loaded."""
+        reason = services.why_not_ready
         return JSONResponse({"status": reason or "ok"}, 200 if reason is None else 503)
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
         """Whether the process should be left alone; an engine that stays down will not come back by itself."""
-        alive = service.engine.is_alive
+        alive = services.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine does not run"}, 200 if alive else 503)
 
     @app.exception_handler(RequestError)

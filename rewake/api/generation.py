@@ -11,10 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rewake.engine import Engine
 from rewake.errors import ContextLengthExceeded, InvalidRequest
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
+from rewake.services import Services
 
 __all__ = ["NAMESPACE", "Ask", "Generation", "Generator", "check_agent_id"]
 
@@ -32,6 +34,7 @@ class Ask:
     sampling: Sampling
     max_tokens: int | None
     timeout: float | None = None  # seconds
+    model: str | None = None  # None: the server's first
 
 
 def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
@@ -44,15 +47,38 @@ def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
 
 
 class Generator:
-    """Starts generations. Tokenisation runs on a thread of its own, which also owns the transcripts."""
+    """Starts generations, on the model that is asked for. Tokenisation runs on a thread of its own, which also owns the transcripts."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, services: Services) -> None:
+        self.services = services
         self._text = ThreadPoolExecutor(1, thread_name_prefix="rewake-text")
 
     async def start(self, ask: Ask) -> Generation:
-        """Tokenise, and hand over to the engine. Raises RequestError for what cannot be answered."""
-        engine, transcripts = self.service.engine, self.service.transcripts
+        """Tokenise, and hand over to the engine of the model, which stays loaded until the answer has ended.
+
+        Raises RequestError for what cannot be answered.
+        """
+        name = self.services.find(ask.model)
+        service = await self.use(name)
+        try:
+            return await self._start(service, ask, lambda: self.services.release(name))
+        except BaseException:
+            self.services.release(name)
+            raise
+
+    async def use(self, name: str) -> Service:
+        """The service of a model, loaded if need be; to be released once. Raises RequestError."""
+        future = self.services.use(name)
+        if future.done():
+            return future.result()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:  # who asked has gone; what it was given all the same goes back
+            future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else self.services.release(name))
+            raise
+
+    async def _start(self, service: Service, ask: Ask, ended: Callable[[], None]) -> Generation:
+        engine, transcripts = service.engine, service.transcripts
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         agent = ask.agent
         if not transcripts.knows(NAMESPACE, agent):
@@ -60,17 +86,17 @@ class Generator:
             await self._on_text_thread(lambda: transcripts.learn(NAMESPACE, agent, stored))
 
         def tokenise() -> tuple[int, ...]:
-            return tuple(transcripts.encode(NAMESPACE, agent, self.service.tokenizer.render(ask.messages)))
+            return tuple(transcripts.encode(NAMESPACE, agent, service.tokenizer.render(ask.messages)))
 
         prompt = await self._on_text_thread(tokenise)
-        generation = Generation(self.service, asyncio.get_running_loop())
+        generation = Generation(service, asyncio.get_running_loop(), ended)
         request = Request(
             id=generation.id,
             prompt=prompt,
-            max_tokens=ask.max_tokens or self._room_behind(len(prompt)),
+            max_tokens=ask.max_tokens or room_behind(service.engine, len(prompt)),
             emit=generation.emit,
             sampling=ask.sampling,
-            stop_tokens=self.service.stop_tokens,
+            stop_tokens=service.stop_tokens,
             namespace=NAMESPACE,
             agent=agent,
             deadline=deadline,
@@ -79,38 +105,44 @@ class Generator:
         engine.submit(request)
         return generation
 
-    def _room_behind(self, num_prompt: int) -> int:
-        """The longest answer there is room for, where a client sets no bound."""
-        engine = self.service.engine
-        most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
-        if num_prompt >= most:
-            raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
-        return most - num_prompt
-
-    async def forget(self, agent: str) -> None:
+    async def forget(self, service: Service, agent: str) -> None:
         """Forget an agent's texts, too."""
-        await self._on_text_thread(lambda: self.service.transcripts.forget(NAMESPACE, agent))
+        await self._on_text_thread(lambda: service.transcripts.forget(NAMESPACE, agent))
 
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, function)
 
 
-class Generation:
-    """One answer in the making. Iterate `pieces`, then look at `done`."""
+def room_behind(engine: Engine, num_prompt: int) -> int:
+    """The longest answer there is room for, where a client sets no bound."""
+    most = min(engine.context, engine.memory.residency.pool.num_slots * PAGE_TOKENS)
+    if num_prompt >= most:
+        raise ContextLengthExceeded(f"the prompt has {num_prompt} tokens; prompt and answer together may have {most}", param="messages")
+    return most - num_prompt
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+
+class Generation:
+    """One answer in the making. Iterate `pieces`, then look at `done`. `ended` is called on the engine's thread."""
+
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
         self.id = secrets.token_hex(12)
         self.tokens: list[int] = []
         self.done: Done | None = None
         self.on_done: Callable[[], object] = lambda: None
-        self._service = service
+        self._tokenizer = service.tokenizer
+        self._cancel: Callable[[str], None] = service.engine.cancel
         self._loop = loop
+        self._tell_ended = ended
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
         self._detokenizer = service.tokenizer.detokenizer()
 
     def emit(self, event: Event) -> None:
         """Called on the engine's thread."""
+        if isinstance(event, (Done, Failed)):
+            self._tell_ended()
+            self._tell_ended = lambda: None
+            self._cancel = lambda _: None  # however slowly the answer is read, its model may be unloaded
         with suppress(RuntimeError):  # the loop is closed: the server is going, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -142,7 +174,7 @@ class Generation:
 
     def cancel(self) -> None:
         if not self._ended:
-            self._service.engine.cancel(self.id)
+            self._cancel(self.id)
 
     def report(self, agent: str | None) -> dict[str, Any]:
         """The `rewake` object of the answer."""
@@ -151,7 +183,7 @@ class Generation:
         difference = None
         if match.first_difference is not None:
             token, stored, given = match.first_difference
-            decode = self._service.tokenizer.decode
+            decode = self._tokenizer.decode
             difference = {"token": token, "stored": decode(stored), "given": decode(given)}
         return {
             "agent": agent,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
 from rewake.api.verbs import on_engine
 from rewake.engine import Engine
+from rewake.errors import ShuttingDown
 from rewake.memory.stats import Stats, stats_of
+from rewake.services import Services
 
 __all__ = ["router"]
 
@@ -26,9 +30,16 @@ class Metric:
     help: str
     samples: tuple[tuple[str, float | None], ...]
 
-    def lines(self) -> Iterable[str]:
-        yield f"# HELP {self.name} {self.help}"
-        yield f"# TYPE {self.name} {self.kind}"
+    def of_model(self, name: str) -> Metric:
+        """As one of several models' samples."""
+        escaped = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        samples = ((f'{{model="{escaped}"' + (f",{labels[1:]}" if labels else "}"), value) for labels, value in self.samples)
+        return replace(self, samples=tuple(samples))
+
+    def lines(self, with_help: bool = True) -> Iterable[str]:
+        if with_help:
+            yield f"# HELP {self.name} {self.help}"
+            yield f"# TYPE {self.name} {self.kind}"
         for labels, value in self.samples:
             if value is not None:
                 yield f"{self.name}{labels} {value}"
@@ -60,16 +71,26 @@ def metrics(stats: Stats, running: int, waiting: int) -> list[Metric]:
     ]
 
 
-def router(engine: Engine) -> APIRouter:
+def measure(engine: Engine) -> list[Metric]:
+    running, waiting = len(engine.running) + len(engine.closing), len(engine.waiting) + len(engine.opening)
+    return metrics(stats_of(engine.memory.ledger), running, waiting)
+
+
+def router(services: Services) -> APIRouter:
     routes = APIRouter()
 
-    def measure() -> list[Metric]:
-        running, waiting = len(engine.running) + len(engine.closing), len(engine.waiting) + len(engine.opening)
-        return metrics(stats_of(engine.memory.ledger), running, waiting)
+    async def of_models() -> list[list[Metric]]:
+        """Of each model that is loaded; labelled with its name where several are served."""
+        found = []
+        for name, service in services.loaded.items():
+            with suppress(ShuttingDown) if len(services.names) > 1 else nullcontext():  # it is unloaded just now
+                measured = await on_engine(service.engine, partial(measure, service.engine))
+                found.append([m.of_model(name) for m in measured] if len(services.names) > 1 else measured)
+        return found
 
     @routes.get("/metrics")
     async def all_metrics() -> PlainTextResponse:
-        lines = [line for metric in await on_engine(engine, measure) for line in metric.lines()]
+        lines = [line for same in zip(*await of_models(), strict=True) for i, m in enumerate(same) for line in m.lines(with_help=not i)]
         return PlainTextResponse("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     return routes

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from rewake.api.fields import Strict
 from rewake.api.generation import Ask, Generation, Generator, check_agent_id
-from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError
+from rewake.errors import InternalError, InvalidRequest, RequestError
 from rewake.request import Sampling
 from rewake.text.toolcalls import parse_arguments
 
@@ -142,7 +142,7 @@ class ChatRequest(Strict):
             seed=self.seed,
         )
         messages = [message.rendered(f"messages.{i}") for i, message in enumerate(self.messages)]
-        return Ask(messages, agent, sampling, self.max_completion_tokens or self.max_tokens, self.timeout)
+        return Ask(messages, agent, sampling, self.max_completion_tokens or self.max_tokens, self.timeout, self.model)
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
@@ -246,27 +246,25 @@ def asker(header: str | None, field: str | None) -> str | None:
     return field if header is None else header
 
 
-def router(generator: Generator, model: str) -> APIRouter:
-    """The routes, for one model."""
+def router(generator: Generator) -> APIRouter:
     routes = APIRouter(prefix="/v1")
-    listed = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "rewake"}
+    started = int(time.time())
 
-    def check_model(name: str) -> None:
-        if name != model:
-            raise NotFound(f"no model {name!r} here: this server runs {model!r}", param="model", code="model_not_found")
+    def listed(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "rewake"}
 
     @routes.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [listed]}
+        """All that can be asked for; the first is the default."""
+        return {"object": "list", "data": [listed(name) for name in generator.services.names]}
 
     @routes.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return listed
+        return listed(generator.services.find(name))
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request, x_agent_id: str | None = Header(None)) -> JSONResponse | StreamingResponse:
-        check_model(body.model)
+        model = generator.services.find(body.model)
         agent = check_agent_id(asker(x_agent_id, body.agent_id))
         generation = await generator.start(body.ask(agent))
         answer = Answer(generation, model, agent)

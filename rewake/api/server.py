@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from types import FrameType
 
 import uvicorn
@@ -14,7 +15,7 @@ import uvicorn
 from rewake.api.app import create_app
 from rewake.config import Config
 from rewake.errors import ConfigError
-from rewake.service import Service
+from rewake.services import Services
 
 __all__ = ["listen", "run"]
 
@@ -24,16 +25,17 @@ SECONDS_TO_SAY_GOODBYE = 5  # for what is left to send when the engine has nothi
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but the engine is told of the first signal, too: answers have `--drain` seconds to end. A second signal ends it all."""
+    """uvicorn, but the engines are told of the first signal, too: answers have `--drain` seconds to end. A second signal ends it all."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
         super().__init__(config)
-        self.service = service
+        self.services = services
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)  # as a kill would: what was acknowledged is on disk, the rest is absent
-        self.service.engine.begin_stop(self.service.config.drain)
+        # not here: what the signal has interrupted may be what has to be waited for
+        threading.Thread(target=self.services.begin_stop, args=(self.services.config.drain,)).start()
         super().handle_exit(sig, frame)
 
 
@@ -47,13 +49,13 @@ def listen(config: Config) -> socket.socket:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
 
 
-def run(service: Service, listening: socket.socket) -> None:
-    """Serve on a socket that listens, until a signal comes. The caller closes the service."""
+def run(services: Services, listening: socket.socket) -> None:
+    """Serve on a socket that listens, until a signal comes. The caller closes the services."""
     # uvicorn raises the signal again when it is done; that must not end the process before memories are saved
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(
-        create_app(service),
+        create_app(services),
         log_level="warning",
-        timeout_graceful_shutdown=service.config.drain + SECONDS_TO_SAY_GOODBYE,
+        timeout_graceful_shutdown=services.config.drain + SECONDS_TO_SAY_GOODBYE,
     )
-    Server(config, service).run([listening])
+    Server(config, services).run([listening])

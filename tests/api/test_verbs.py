@@ -80,7 +80,7 @@ def test_a_verb_is_one_of_the_memory_there_is_when_it_is_done(tmp_path: Path) ->
         close()
 
     harness.memory.ledger.close = close_slowly  # type: ignore[method-assign]
-    verbs = Verbs(SimpleNamespace(service=SimpleNamespace(engine=harness.engine)))  # type: ignore[arg-type]
+    verbs = Verbs(SimpleNamespace(), SimpleNamespace(engine=harness.engine))  # type: ignore[arg-type]
 
     async def create() -> None:
         harness.engine.post(explode)
