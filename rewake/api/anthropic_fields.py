@@ -179,7 +179,7 @@ class CountRequest(Strict):
 
     def ask(self, agent: str | None) -> Ask:
         tools, choice = self.called()
-        return Ask(self.chat(), agent, Sampling(), None, tools=tools, choice=choice)
+        return Ask(self.chat(), agent, Sampling(), None, tools=tools, choice=choice, model=self.model)
 
     def called(self) -> tuple[tuple[Tool, ...], Choice]:
         """The tools that may be called, and whether they must be."""
@@ -217,4 +217,5 @@ class MessagesRequest(CountRequest):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
         )
-        return Ask(self.chat(), agent, sampling, self.max_tokens, stop=stops(self.stop_sequences), tools=tools, choice=choice)
+        stop = stops(self.stop_sequences)
+        return Ask(self.chat(), agent, sampling, self.max_tokens, stop=stop, tools=tools, choice=choice, model=self.model)
