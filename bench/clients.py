@@ -154,7 +154,7 @@ def raw(ports: dict[str, int]) -> Ask:
 
     def ask(**fields: Any) -> Told:
         filled = defaults(fields)
-        body = {**filled, **filled.pop("extra_body"), **STREAMED}
+        body = {**filled.pop("extra_body"), **filled, **STREAMED}
         told, received = Told(), b""
         with httpx.stream("POST", f"http://127.0.0.1:{ports[filled['model']]}/v1/chat/completions", json=body, timeout=120) as response:
             for chunk in response.iter_raw(1):
@@ -186,14 +186,9 @@ def of_message(message: Any, report: dict[str, Any]) -> Told:
 
 def as_message(fields: dict[str, Any]) -> dict[str, Any]:
     header = {"extra_headers": {"X-Agent-ID": fields.pop("agent")}} if "agent" in fields else {}
-    return {
-        "model": TOOLED if "tools" in fields else DEFAULT_MODEL,
-        "messages": HELLO,
-        "max_tokens": 32,
-        "temperature": 0,
-        **header,
-        **fields,
-    }
+    model = TOOLED if "tools" in fields else DEFAULT_MODEL
+    # newer clients have no parameter for the temperature
+    return {"model": model, "messages": HELLO, "max_tokens": 32, "extra_body": {"temperature": 0}, **header, **fields}
 
 
 def message(clients: dict[str, anthropic.Anthropic]) -> Ask:
@@ -228,7 +223,7 @@ def answers(ask: Ask) -> None:
 def remembers(ask: Ask) -> None:
     agent = f"matrix {id(ask)}"
     first = ask(agent=agent)
-    history = [*HELLO, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    history = [*HELLO, {"role": "assistant", "content": first.text}, {"role": "user", "content": f"Go on, {agent}."}]
     told = ask(messages=history, agent=agent)
     assert told.report["match"] == "extend" and told.cached_tokens > first.prompt_tokens
 
@@ -308,16 +303,21 @@ def must_not_call(ask: Ask) -> None:
 
 
 def takes_results(ask: Ask) -> None:
-    told = ask(tools=[WEATHER], tool_choice=NAMED, agent="tool user")
+    told = ask(tools=[WEATHER], tool_choice=NAMED, agent=f"tool user {id(ask)}")
     function = {"name": "weather", "arguments": json.dumps(told.calls[0][1])}
     asked = {"role": "assistant", "content": None, "tool_calls": [{"id": told.call_ids[0], "type": "function", "function": function}]}
-    result = {"role": "tool", "tool_call_id": told.call_ids[0], "content": "Sunny."}
-    assert ask(messages=[*HELLO, asked, result], tools=[WEATHER], agent="tool user").report["match"] == "extend"
+    result = {"role": "tool", "tool_call_id": told.call_ids[0], "content": f"Sunny. {id(ask)}"}
+    assert ask(messages=[*HELLO, asked, result], tools=[WEATHER], agent=f"tool user {id(ask)}").report["match"] == "extend"
 
 
 def takes_parts(ask: Ask) -> None:
     parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello."}]
     assert ask(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]).text
+
+
+def forms_output(ask: Ask) -> None:
+    told = ask(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}, max_tokens=200)
+    assert set(json.loads(told.text)) == {"name", "age"} and told.finish == "end_turn"
 
 
 def takes_blocks(ask: Ask) -> None:
@@ -327,12 +327,12 @@ def takes_blocks(ask: Ask) -> None:
 
 def uses(ask: Ask) -> None:
     tool = {"name": "weather", "description": "The weather of a town.", "input_schema": TOWN}
-    told = ask(tools=[tool], tool_choice={"type": "tool", "name": "weather"}, agent="matrix tool")
+    told = ask(tools=[tool], tool_choice={"type": "tool", "name": "weather"}, agent=f"matrix tool {id(ask)}")
     assert told.finish == "tool_use" and isinstance(told.calls[0][1]["town"], str)
     used = {"type": "tool_use", "id": told.call_ids[0], "name": "weather", "input": told.calls[0][1]}
-    result = {"type": "tool_result", "tool_use_id": told.call_ids[0], "content": "Sunny."}
+    result = {"type": "tool_result", "tool_use_id": told.call_ids[0], "content": f"Sunny. {id(ask)}"}
     history = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
-    assert ask(messages=history, tools=[tool], agent="matrix tool").report["match"] == "extend"
+    assert ask(messages=history, tools=[tool], agent=f"matrix tool {id(ask)}").report["match"] == "extend"
 
 
 def refuses(ask: Ask) -> None:
@@ -378,6 +378,7 @@ ANTHROPIC = {
     **SHARED,
     "refusals": refuses_length,
     "stop": lambda ask: stops(ask, "stop_sequences"),
+    "json_schema": forms_output,
     "tools: results": uses,
     "system, blocks": takes_blocks,
 }

@@ -260,6 +260,9 @@ def main() -> int:
         config = replace(Config(), data=path / "data")
         services = {"saving": open_service(config), "not saving": open_service(replace(config, persist=False))}
         amplified = amplification(services["saving"], turns)
+        settling = open_service(replace(config, kv="q4+", data=path / "settling"))
+        settled = amplification(settling, turns)
+        settling.close()
         gap = gaps(services, repetitions, tokens)
         restored = restore(services["saving"], repetitions)
         tokenizer = services["saving"].tokenizer
@@ -267,12 +270,13 @@ def main() -> int:
             service.close()
         times = ready_and_match(path / "many", tokenizer, agents, repetitions)
         kilobytes = idle(path / "idle", tokenizer, 200)
-    for rows in ([amplified], [gap], times, [{"idle agent of 4,096 tokens, KB outside the arena": kilobytes}], [restored]):
+    for rows in ([amplified], [settled], [gap], times, [{"idle agent of 4,096 tokens, KB outside the arena": kilobytes}], [restored]):
         table(rows)
         print()
     ready, seen, fresh = (row["ms"] for row in times)
     bars = [
         Bar("memory", "bytes written / new tokens' bytes, q4", amplified["amplification"], 2.1, most=True),
+        Bar("memory", "bytes written / new tokens' bytes in q4, q4+", settled["amplification"], 3.0, most=True),
         Bar(
             "memory",
             "longest gap with saving, less that without, in decode steps",
@@ -285,7 +289,7 @@ def main() -> int:
         Bar("memory", "32k EXTEND match, after a start, ms", fresh, 20, most=True),
         Bar("memory", "idle 4k agent outside the arena, KB", kilobytes, 100, most=True),
     ]
-    return finish("memory", [amplified, gap, *times, {"idle KB": kilobytes}, restored], bars, args)
+    return finish("memory", [amplified, settled, gap, *times, {"idle KB": kilobytes}, restored], bars, args)
 
 
 if __name__ == "__main__":

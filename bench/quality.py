@@ -187,14 +187,14 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA, help="directory with wikitext2-test.txt (%(default)s)")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="folder, file or name (%(default)s)")
     parser.add_argument(
-        "--kv", nargs="+", default=["q4", "q4" + PLAIN, "q4:32", "k8v4", "q8"], help="codecs; ' rotated' behind one: not centred"
+        "--kv", nargs="+", default=["q4", "q4" + PLAIN, "q4:32", "q4+", "k8v4", "q8"], help="codecs; ' rotated' behind one: not centred"
     )
     parser.add_argument("--windows", nargs="+", type=int, default=None, help="tokens (512 2048 8192)")
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     windows = args.windows or ((2048,) if args.quick else WINDOWS)
     scored, contexts = (QUICK_SCORED, 9) if args.quick else (SCORED, 24)
-    codings = ["q4", "k8v4"] if args.quick and args.kv == parser.get_default("kv") else args.kv
+    codings = ["q4", "q4+", "k8v4"] if args.quick and args.kv == parser.get_default("kv") else args.kv
     path = resolve(args.model)
     loaded, tokenizer = load_model(path, args.threads), Tokenizer(path)
     ids = tokenizer.encode((args.data / "wikitext2-test.txt").read_text(encoding="utf-8")[: 8 * SCORED])

@@ -71,15 +71,7 @@ def ttft(service: Service, prompt: list[int], agent: str) -> tuple[float, Done]:
 
 
 def evict(service: Service) -> None:
-    """Drop every page nobody holds, as memory pressure would."""
-    residency = service.engine.memory.residency
-
-    def drop() -> None:
-        for piece in list(residency.cached):
-            if piece in residency.cached:  # it may have gone with another
-                residency.drop(piece)
-
-    service.engine.call(drop).result()
+    geometry.evict(service.engine)
 
 
 def measure(service: Service, state: str, size: int, repetition: int) -> float:

@@ -34,13 +34,16 @@ def slot_bytes(num_bytes: int) -> int:
 class Plane:
     """Some layers of every page. `slot` is what one slot holds of it.
 
-    `reach`: queries at positions below the page's end + `reach` attend to it; None: all later ones do.
+    `reach`: queries at positions below the page's end + `reach` attend to it; None: all later ones do. `reach_of_first`: the same
+    for a transcript's first page. `keeps_segments`: rows that were saved before a page was full stay in the files they are in.
     """
 
     kind: str
     layers: tuple[int, ...]
     slot: PageLayout
-    reach: int | None = None
+    reach: int | None
+    reach_of_first: int | None
+    keeps_segments: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -51,15 +54,26 @@ class Plane:
 
     def is_needed(self, page: int, position: int) -> bool:
         """Whether a query at `position`, or a later one, attends to this plane of page number `page`."""
-        return self.reach is None or position < (page + 1) * PAGE_TOKENS + self.reach
+        reach = self.reach_in(page)
+        return reach is None or position < (page + 1) * PAGE_TOKENS + reach
+
+    def reach_in(self, page: int) -> int | None:
+        return self.reach if page else self.reach_of_first
 
     def first_needed(self, position: int) -> int:
-        """The first page of which this is needed by queries from `position` on."""
+        """The first page of which this is needed by queries from `position` on, whatever holds for page 0."""
         return 0 if self.reach is None else max(0, (position - self.reach) // PAGE_TOKENS)
+
+    def num_needed(self, first: int, end: int, position: int) -> int:
+        """Of how many of the pages [first, end) it is needed by queries from `position` on."""
+        first_needed = self.first_needed(position)
+        return max(0, end - max(first, first_needed)) + (first == 0 < min(end, first_needed) and self.is_needed(0, position))
 
     def most_pages(self, step: int) -> float:
         """How many pages a sequence ever needs this of at once, where a step computes up to `step` tokens."""
-        return float("inf") if self.reach is None else -(-(self.reach + step) // PAGE_TOKENS) + 1
+        if self.reach is None:
+            return float("inf")
+        return -(-(self.reach + step) // PAGE_TOKENS) + 1 + (self.reach_of_first != self.reach)
 
     def copy_rows(self, slots: list[Bytes], first: int, segment: Bytes, rows: int, *, out: bool) -> None:
         """Move rows [first, first + rows) between the plane's slots and a segment of `rows` rows: out of the slots, or into them."""
@@ -81,7 +95,7 @@ class PagePlanes:
     @classmethod
     def single(cls, layout: PageLayout) -> PagePlanes:
         """A page that is one plane, needed for ever."""
-        return cls((Plane("full", tuple(range(layout.layers)), layout),))
+        return cls((Plane("full", tuple(range(layout.layers)), layout, None, None),))
 
     @property
     def codec(self) -> Codec:
@@ -98,7 +112,7 @@ class PagePlanes:
 
     @cached_property
     def fleeting(self) -> tuple[int, ...]:
-        """The numbers of those that are not needed for ever."""
+        """The numbers of those that are not needed for ever, at least of later pages."""
         return tuple(i for i in self.all if self.planes[i].reach is not None)
 
     @cached_property
@@ -116,8 +130,13 @@ class PagePlanes:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes a token takes that every layer still needs."""
-        return self.page_bytes // PAGE_TOKENS
+        """Bytes of a token in all layers; without its residuals, if it has some while it is young."""
+        return sum(plane.num_bytes() for plane in self.base) // PAGE_TOKENS
+
+    @property
+    def base(self) -> tuple[Plane, ...]:
+        """Those that hold codes; the others hold residuals, slot by slot for the same layers."""
+        return tuple(plane for plane in self.planes if not plane.slot.residuals)
 
     def needed(self, page: int, position: int) -> tuple[int, ...]:
         """The planes of page number `page` that queries from `position` on attend to."""
@@ -131,10 +150,15 @@ class PagePlanes:
         position = max(0, tokens - 1)  # the last token is computed again, over its stored row
         return sum(self.slots_of(self.needed(page, position)) for page in range(-(-tokens // PAGE_TOKENS)))
 
+    def residual_of(self, plane: int) -> int | None:
+        """The number of the plane that has the residuals of the codes in this one."""
+        base = len(self.base)
+        return base + plane if plane < base < len(self.planes) else None
+
     def layer_places(self) -> dict[int, tuple[int, int]]:
         """Where each of the model's layers lies: the number of its slot in the page, and its place in there."""
         places, first = {}, 0
-        for plane in self.planes:
+        for plane in self.base:
             for i, layer in enumerate(plane.layers):
                 places[layer] = first + i // plane.slot.layers, i % plane.slot.layers
             first += plane.num_slots

@@ -8,7 +8,7 @@ nothing of models, torch, files or who owns a page.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -19,11 +19,14 @@ __all__ = [
     "CODECS",
     "CODINGS",
     "PAGE_TOKENS",
+    "YOUNG_TOKENS",
     "Codec",
     "PageLayout",
     "bf16_to_f32",
     "decode",
+    "decode_refined",
     "encode",
+    "encode_residual",
     "f32_to_bf16",
     "hadamard",
 ]
@@ -37,18 +40,24 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Codec:
-    """How many bits a value of K and of V takes; 16 is plain bfloat16 without scales."""
+    """How many bits a value of K and of V takes; 16 is plain bfloat16 without scales.
+
+    `residual_bits`: how many more a value has while it is young (see `encode_residual`).
+    """
 
     name: str
     k_bits: int
     v_bits: int
     index: int  # what native kernels call it; part of no file
+    residual_bits: int = 0
 
 
-CODECS = {c.name: c for c in (Codec("q4", 4, 4, 0), Codec("k8v4", 8, 4, 1), Codec("q8", 8, 8, 2), Codec("bf16", 16, 16, 3))}
+ALL_CODECS = (Codec("q4", 4, 4, 0), Codec("q4+", 4, 4, 4, 4), Codec("k8v4", 8, 4, 1), Codec("q8", 8, 8, 2), Codec("bf16", 16, 16, 3))
+CODECS = {c.name: c for c in ALL_CODECS}
+YOUNG_TOKENS = 64  # how far behind its end a page is read with its residual; page 0 always is
 # What `--kv` names: a codec with groups of 64 values, or of 32 (more scales: q4 takes 5.0 bits a value instead of 4.5).
 CODINGS = {name: (c, 64) for name, c in CODECS.items()} | {f"{name}:32": (c, 32) for name, c in CODECS.items() if c.v_bits < 16}
-AUTO_ORDER = ("q4", "k8v4", "q8", "bf16")  # what `--kv auto` chooses from, smallest first
+AUTO_ORDER = ("q4", "q4+", "k8v4", "q8", "bf16")  # what `--kv auto` chooses from, smallest first
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class PageLayout:
         | K codes | K scales | K biases | V codes | V scales | V biases | K codes | ...
           each [kv_heads, rows, width]; bf16 has "values" in place of codes, scales and biases
 
-    `rows` is 256 for pages and fewer for the segments of a page that is not full yet.
+    With `residuals` it is what such layers have beside that while they are young: K residuals, V residuals. `rows` is 256 for pages
+    and fewer for the segments of a page that is not full yet.
     """
 
     layers: int
@@ -82,6 +92,7 @@ class PageLayout:
     codec: Codec
     group_size: int = 64
     rows: int = PAGE_TOKENS
+    residuals: bool = False
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
@@ -94,6 +105,9 @@ class PageLayout:
             yield Field(f"{name}.values", "BF16", dim)
             return
         groups = -(-dim // self.group_size)
+        if self.residuals:
+            yield Field(f"{name}.residuals", "U32", groups * self.group_size * self.codec.residual_bits // 32)
+            return
         yield Field(f"{name}.codes", "U32", groups * self.group_size * bits // 32)
         yield Field(f"{name}.scales", "BF16", groups)
         yield Field(f"{name}.biases", "BF16", groups)
@@ -115,7 +129,7 @@ class PageLayout:
         return self.page_bytes // self.rows
 
     def with_rows(self, rows: int) -> PageLayout:
-        return PageLayout(self.layers, self.kv_heads, self.k_dim, self.v_dim, self.codec, self.group_size, rows)
+        return replace(self, rows=rows)
 
     def arrays(self) -> Iterator[tuple[int, Field, int]]:
         """Every array of the page in the order of its bytes: (layer, field, byte offset)."""
@@ -180,6 +194,49 @@ def decode(codes: U32, scales: U16, biases: U16, bits: int, group_size: int, dim
     grouped = values.reshape(*codes.shape[:-1], -1, group_size).astype(np.float32)
     x = grouped * bf16_to_f32(scales)[..., None] + bf16_to_f32(biases)[..., None]
     return x.reshape(*codes.shape[:-1], -1)[..., :dim]
+
+
+RESIDUAL_LEVELS = 16
+
+
+def encode_residual(x: F32, codes: U32, scales: U16, biases: U16, group_size: int) -> U32:
+    """What 4-bit `codes` of `x` (see `encode`) leave over, in 4 bits more: [..., padded / 8], packed like the codes.
+
+    Where a code is q, the residual is clip(floor(((x - bias) / scale - q + 1/2) * 16)): the place inside the step that q stands for.
+    Dropping residuals leaves the very codes there were (successive refinement: Equitz and Cover, 1991).
+    """
+    dim = x.shape[-1]
+    x = np.concatenate([x, np.zeros((*x.shape[:-1], scales.shape[-1] * group_size - dim), np.float32)], -1)
+    grouped = x.reshape(*x.shape[:-1], -1, group_size)
+    step = bf16_to_f32(scales)[..., None]
+    steps = (grouped - bf16_to_f32(biases)[..., None]) / np.where(step > 0, step, np.float32(np.inf))
+    over = (steps - unpacked(codes).reshape(grouped.shape).astype(np.float32)) + np.float32(0.5)
+    found = np.clip(np.floor(over * np.float32(RESIDUAL_LEVELS)), 0, RESIDUAL_LEVELS - 1).astype(np.uint32).reshape(x.shape)
+    found[..., dim:] = 0
+    return packed(found)
+
+
+def decode_refined(codes: U32, residuals: U32, scales: U16, biases: U16, group_size: int, dim: int) -> F32:
+    """Codes with their residuals: an affine code of 8 bits, c = 16 q + r, whose step is scale / 16.
+
+    A residual stands for the middle of its place: x = bias + scale * (q + (r + 1/2) / 16 - 1/2).
+    """
+    grouped = (unpacked(codes) * np.uint32(RESIDUAL_LEVELS) + unpacked(residuals)).reshape(*codes.shape[:-1], -1, group_size)
+    scale = bf16_to_f32(scales)[..., None]
+    x = grouped.astype(np.float32) * (scale / RESIDUAL_LEVELS) + (bf16_to_f32(biases)[..., None] - scale * np.float32(0.46875))
+    return x.reshape(*codes.shape[:-1], -1)[..., :dim].astype(np.float32)
+
+
+def packed(codes: U32) -> U32:
+    """4-bit codes [..., n] in words [..., n / 8]."""
+    words = codes.reshape(*codes.shape[:-1], -1, 8) << (np.arange(8, dtype=np.uint32) * np.uint32(4))
+    joined: U32 = np.bitwise_or.reduce(words, axis=-1)
+    return joined
+
+
+def unpacked(words: U32) -> U32:
+    values = (words[..., None] >> (np.arange(8, dtype=np.uint32) * np.uint32(4))) & np.uint32(15)
+    return values.reshape(*words.shape[:-1], -1)
 
 
 @cache

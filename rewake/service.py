@@ -84,7 +84,9 @@ def choose_coding(config: Config, calibration: Calibration | None) -> tuple[str,
 
 def bits(planes: PagePlanes, spec: ModelCacheSpec) -> str:
     group = spec.group
-    return f"{planes.token_bytes * 8 / (len(group.layers) * group.kv_heads * (group.k_dim + group.v_dim)):.3g}"
+    each = planes.token_bytes * 8 / (len(group.layers) * group.kv_heads * (group.k_dim + group.v_dim))
+    young = planes.codec.residual_bits
+    return f"{each:.3g}" + (f" (while it is young, {each + young:.3g})" if young else "")
 
 
 def open_store(config: Config, sign: bytes, planes: PagePlanes, shared: Shared | None = None) -> Store | None:

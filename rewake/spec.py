@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rewake.errors import ModelError
 from rewake.planes import PagePlanes, Plane
-from rewake.quant import Codec, PageLayout
+from rewake.quant import YOUNG_TOKENS, Codec, PageLayout
 
 __all__ = ["CacheGroup", "Kind", "ModelCacheSpec"]
 
@@ -89,13 +89,14 @@ class ModelCacheSpec:
     def planes(self, codec: Codec, group_size: int) -> PagePlanes:
         """What a page of this model consists of: a plane for each group, in slots of equally many layers."""
         layers = gcd(*(len(group.layers) for group in self.groups))
-        return PagePlanes(
-            tuple(
-                # a query sees its own token and `window - 1` before it
-                Plane(group.kind, group.layers, group.layout(codec, group_size, layers), group.window and group.window - 1)
-                for group in self.groups
-            )
-        )
+        base, residuals = [], []
+        for group in self.groups:
+            slot = group.layout(codec, group_size, layers)
+            reach = group.window and group.window - 1  # a query sees its own token and `window - 1` before it
+            young = YOUNG_TOKENS if reach is None else min(YOUNG_TOKENS, reach)
+            base.append(Plane(group.kind, group.layers, slot, reach, reach))
+            residuals.append(Plane(f"{group.kind}, young", group.layers, replace(slot, residuals=True), young, reach, keeps_segments=True))
+        return PagePlanes((*base, *(residuals if codec.residual_bits else ())))
 
     def context_bytes(self, tokens: int, codec: Codec, group_size: int) -> int:
         """Bytes of memory an agent of `tokens` tokens takes that is to go on with the next one, in whole slots."""

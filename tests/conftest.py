@@ -47,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["q4", "bf16"])
+@pytest.fixture(params=["q4", "q4+", "bf16"])
 def kv(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

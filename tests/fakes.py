@@ -12,6 +12,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from rewake.backends.base import NOWHERE, Backend, Batch, Output, Row
 from rewake.engine import Engine
 from rewake.planes import PagePlanes, Plane
-from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
+from rewake.quant import CODECS, PAGE_TOKENS, YOUNG_TOKENS, PageLayout
 from rewake.request import Done, Event, Failed, Generated, Match, Request, Sampling
 from rewake.spec import CacheGroup, ModelCacheSpec
 from rewake.store.crypto import Cipher
@@ -37,9 +38,16 @@ PLANES = PagePlanes.single(LAYOUT)
 SIGNATURE = b"echo"
 
 
-def sliding_planes(window: int) -> PagePlanes:
-    """A page of one layer that sees everything, and two that see a window."""
-    return PagePlanes((Plane("full", (0,), LAYOUT), Plane("sliding", (1, 2), LAYOUT, window - 1)))
+def planes_of(window: int | None, young: bool) -> PagePlanes:
+    """A page of one layer that sees everything, and of two that see a window; with what they have beside that while they are young."""
+    base = [Plane("full", (0,), LAYOUT, None, None)]
+    if window is not None:
+        base.append(Plane("sliding", (1, 2), LAYOUT, window - 1, window - 1))
+    over = []
+    for plane in base:
+        reach = YOUNG_TOKENS if plane.reach is None else min(YOUNG_TOKENS, plane.reach)
+        over.append(replace(plane, slot=replace(LAYOUT, residuals=True), reach=reach, keeps_segments=True))
+    return PagePlanes((*base, *(over if young else ())))
 
 
 def expected(tokens: Sequence[int]) -> int:
@@ -58,13 +66,13 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
 class EchoBackend:
     """See the module. `before_step` can make a step fail or wait; `num_wrong` counts answers over rows that were not right.
 
-    K and V of a row depend on `model` as those of a real one depend on its weights. With a `window`, two more layers see that many tokens.
+    K and V of a row depend on `model` as those of a real one depend on its weights. With a `window`, two more layers see that many
+    tokens; with `young`, rows have twins that are read for as long as residuals are.
     """
 
-    def __init__(self, num_pages: int, model: bytes = b"", window: int | None = None) -> None:
+    def __init__(self, num_pages: int, model: bytes = b"", window: int | None = None, young: bool = False) -> None:
         self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000)
-        self.window = window
-        self.planes = PLANES if window is None else sliding_planes(window)
+        self.planes = planes_of(window, young)
         self.arena = np.zeros(num_pages * self.planes.num_slots * LAYOUT.page_bytes, np.uint8)
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.num_computed = 0
@@ -117,11 +125,15 @@ class EchoBackend:
         k, v = self._all_rows(row.tables[0], 0, row.end)
         history = np.concatenate([self._beginning, self._history_behind(k, self._beginning)[:-1]])
         right = (v == ~k.view(np.uint64)).all() and (k["position"] == np.arange(row.end)).all() and (k["history"] == history).all()
-        for table in row.tables[1:]:
-            assert self.window is not None
-            oldest = max(0, row.start - self.window + 1)  # that a query of this step sees
-            seen, v = self._all_rows(table, oldest, row.end)
-            right = right and (seen == k[oldest:]).all() and (v == ~seen.view(np.uint64)).all()
+        tables = iter(row.tables)
+        for plane in self.planes.planes:
+            for _ in range(plane.num_slots):
+                table = next(tables)
+                for page in range(-(-row.end // PAGE_TOKENS)):
+                    if plane.is_needed(page, row.start):
+                        at, end = page * PAGE_TOKENS, min(row.end, (page + 1) * PAGE_TOKENS)
+                        seen, v = self._all_rows(table, at, end)
+                        right = right and (seen == k[at:end]).all() and (v == ~seen.view(np.uint64)).all()
         if not right:
             self.num_wrong += 1
             return WRONG
@@ -195,6 +207,7 @@ class EngineHarness:
         disk: int = UNLIMITED,
         files: Files | None = None,
         window: int | None = None,
+        young: bool = False,
         **engine: Any,
     ) -> None:
         self.data = data
@@ -206,8 +219,8 @@ class EngineHarness:
         self.files = files
         self.options = {"max_running": max_running, **engine}
         self._next = 0
-        self.window = window
-        self.start(backend or EchoBackend(num_pages, window=window))
+        self.shape: dict[str, Any] = {"window": window, "young": young}
+        self.start(backend or EchoBackend(num_pages, **self.shape))
 
     def start(self, backend: Backend) -> None:
         self.backend: Any = backend
@@ -222,7 +235,7 @@ class EngineHarness:
 
     def restart(self, backend: Backend | None = None) -> None:
         self.close()
-        self.start(backend or EchoBackend(self.num_pages, window=self.window))
+        self.start(backend or EchoBackend(self.num_pages, **self.shape))
 
     def close(self) -> None:
         self.check()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rewake.backends.base import NOWHERE, Batch, Output, Row
-from rewake.quant import CODECS, PAGE_TOKENS
+from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 
 WORDS = "river stone cloud lamp paper engine garden window violin harbour copper meadow signal".split()
 
@@ -29,6 +29,7 @@ class ShadowBackend:
         self.backend = backend
         self.spec, self.planes, self.arena = backend.spec, backend.planes, backend.arena
         self.copies: dict[str, list[np.ndarray[Any, Any]]] = {}  # of each page's slots
+        self.layouts = [plane.slot for plane in self.planes.planes for _ in range(plane.num_slots)]
         self.num_compared = 0
 
     def forward(self, batch: Batch) -> Output:
@@ -43,23 +44,17 @@ class ShadowBackend:
         return output
 
     def slot(self, at: int) -> np.ndarray[Any, Any]:
-        return self.arena[at : at + self.planes.planes[0].slot.page_bytes]
+        return self.arena[at : at + self.planes.slot_bytes]
 
     def compare(self, row: Row, length: int) -> None:
         for i, name in enumerate(row.names):
             rows = min(length - i * PAGE_TOKENS, PAGE_TOKENS)
             if rows <= 0:
                 return
-            for table, copy in zip(row.tables, self.copies[name], strict=True):
+            for table, copy, layout in zip(row.tables, self.copies[name], self.layouts, strict=True):
                 if table[i] != NOWHERE:
-                    assert np.array_equal(self.rows(self.slot(table[i]), rows), self.rows(copy, rows)), f"{name} has changed"
+                    assert np.array_equal(rows_of(self.slot(table[i]), layout, rows), rows_of(copy, layout, rows)), f"{name} has changed"
             self.num_compared += rows
-
-    def rows(self, slot: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-        layout = self.planes.planes[0].slot
-        out = np.empty(layout.with_rows(rows).page_bytes, np.uint8)
-        layout.copy_rows(slot, 0, out, rows, out=True)
-        return out
 
     def trace(self, kind: str, *names: str) -> None:
         if kind == "copy":
@@ -79,6 +74,12 @@ class ShadowBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
+
+
+def rows_of(slot: np.ndarray[Any, Any], layout: PageLayout, rows: int) -> np.ndarray[Any, Any]:
+    out = np.empty(layout.with_rows(rows).page_bytes, np.uint8)
+    layout.copy_rows(slot[: layout.page_bytes], 0, out, rows, out=True)
+    return out
 
 
 def torch_backend(model: Any, kv: str, num_pages: int, k_mean: Any = None) -> Any:

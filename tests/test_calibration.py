@@ -83,6 +83,7 @@ def losses(**perplexities: float) -> Mapping[str, Loss]:
 @pytest.mark.parametrize(
     ("measured", "most", "codec"),
     [
+        (losses(**{"q4": 0.031, "q4+": 0.006, "k8v4": 0.004}), 0.01, "q4+"),
         (losses(q4=0.009, k8v4=0.004, q8=0.0), 0.01, "q4"),
         (losses(q4=-0.001, k8v4=0.004, q8=0.0), 0.0, "q4"),
         (losses(q4=0.031, k8v4=0.004, q8=0.0), 0.01, "k8v4"),
@@ -99,7 +100,7 @@ def test_the_smallest_codec_that_loses_little_enough_is_chosen(measured: Mapping
 
 def test_the_choice_is_explained() -> None:
     _, why = choose(losses(q4=0.031, k8v4=0.004), 0.01)
-    assert why == "loses 0.40% of perplexity, at most 1.00% were asked for; q4 loses 3.10%"
+    assert why == "loses 0.40% of perplexity, at most 1.00% were asked for; q4 loses 3.10%; q4+ was not measured"
 
 
 def test_a_changed_model_has_another_fingerprint(tiny: Path, tmp_path: Path) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewake.quant import CODECS, PAGE_TOKENS, PageLayout, bf16_to_f32, decode, encode, f32_to_bf16, hadamard
+from rewake.quant import (
+    CODECS,
+    PAGE_TOKENS,
+    PageLayout,
+    bf16_to_f32,
+    decode,
+    decode_refined,
+    encode,
+    encode_residual,
+    f32_to_bf16,
+    hadamard,
+)
 
 DIMS = (64, 80, 96, 128, 192, 256, 576)
 
@@ -41,6 +52,21 @@ def test_a_value_is_off_by_half_a_step_at_most(dim: int, bits: int, group_size: 
     step = np.repeat(bf16_to_f32(scales), group_size, -1)[:, :dim]
     slack = np.abs(x).max() * 2.0**-8  # the range's ends move when scale and bias are rounded to bfloat16
     assert (np.abs(decode(codes, scales, biases, bits, group_size, dim) - x) <= step / 2 + slack).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_a_residual_brings_a_value_within_a_thirty_second_of_a_step(dim: int, group_size: int) -> None:
+    """And the codes are those of `q4`: a page settles by dropping its residuals."""
+    x = np.random.default_rng(dim).normal(size=(50, dim)).astype(np.float32)
+    codes, scales, biases = encode(x, 4, group_size)
+    residuals = encode_residual(x, codes, scales, biases, group_size)
+    assert residuals.shape == codes.shape
+    step = np.repeat(bf16_to_f32(scales), group_size, -1)[:, :dim]
+    off = np.abs(decode_refined(codes, residuals, scales, biases, group_size, dim) - x)
+    inside = np.abs(decode(codes, scales, biases, 4, group_size, dim) - x) <= step / 2  # the range's ends move when they are rounded
+    assert inside.mean() > 0.97 and (off[inside] <= (step / 32 * 1.001)[inside]).all()
+    assert off.mean() < np.abs(decode(codes, scales, biases, 4, group_size, dim) - x).mean() / 12
 
 
 def test_constant_groups_have_no_step() -> None:

@@ -36,7 +36,7 @@ from rewake.request import Done, Failed
 from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED
 from rewake.store.files import Files
-from tests.fakes import LAYOUT, EchoBackend, EngineHarness, Pending, expected_answer
+from tests.fakes import LAYOUT, EngineHarness, Pending, expected_answer
 
 DAYS = int(os.environ.get("REWAKE_DAYS", "3"))
 FIRST = int(os.environ.get("REWAKE_FIRST_DAY", "0"))
@@ -62,6 +62,7 @@ class World:
     chunk: int
     max_running: int
     window: int | None  # that two more layers see
+    young: bool  # pages have residuals while they are young
 
     @property
     def is_strict(self) -> bool:
@@ -83,6 +84,7 @@ def world(rng: random.Random) -> World:
         chunk=rng.choice((64, 256, 512)),
         max_running=rng.choice((1, 3, 8)),
         window=rng.choice((None, None, 1, 64, 257, 600)),
+        young=rng.random() < 0.4,
     )
 
 
@@ -196,9 +198,9 @@ class Day:
     def open(self, data: Path | None, num_pages: int, disk: int, files: Files | None) -> EngineHarness:
         made = EngineHarness(
             data,
-            EchoBackend(num_pages, window=self.world.window),
             num_pages=num_pages,
             window=self.world.window,
+            young=self.world.young,
             disk=disk,
             files=files,
             cipher=self.cipher,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rewake.api.fields import Stops, Strict, check_text, only, stops
-from rewake.api.generation import Ask, Chat
+from rewake.api.generation import Ask, Chat, Form
 from rewake.api.openai_fields import FUNCTION_NAME, MOST_TOOLS
 from rewake.errors import InvalidRequest
 from rewake.request import Sampling
@@ -154,6 +154,22 @@ class Thinking(Strict):
     type: Literal["disabled"]
 
 
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: Annotated[Any, only()] = None
+
+    def form(self) -> Form | None:
+        if self.format is None:
+            return None
+        check_text(self.format.schema_, "output_config.format.schema")
+        return Form(self.format.schema_, "output_config.format.schema")
+
+
 class CountRequest(Strict):
     """What counts as input."""
 
@@ -163,6 +179,8 @@ class CountRequest(Strict):
     tools: list[ToolField] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
     agent_id: str | None = None
 
     def chat(self) -> Chat:
@@ -217,5 +235,17 @@ class MessagesRequest(CountRequest):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
         )
-        stop = stops(self.stop_sequences)
-        return Ask(self.chat(), agent, sampling, self.max_tokens, stop=stop, tools=tools, choice=choice, model=self.model)
+        form = self.output_config.form() if self.output_config is not None else None
+        if form is not None and tools and choice.mode != "none":
+            raise InvalidRequest("an answer has this form, or uses tools: set tool_choice to none", param="output_config.format")
+        return Ask(
+            self.chat(),
+            agent,
+            sampling,
+            self.max_tokens,
+            stop=stops(self.stop_sequences),
+            tools=tools,
+            choice=choice,
+            form=form,
+            model=self.model,
+        )

@@ -50,6 +50,10 @@ def stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def check_text(value: Any, field: str) -> None:
-    """Raises InvalidRequest if JSON holds what is no text."""
-    if HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
+    """Raises InvalidRequest if JSON holds what is no text, or is nested too deeply."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest("it is nested too deeply", param=field) from error
+    if HALF_PAIR.search(text):
         raise InvalidRequest("it holds half of a surrogate pair: it is not text", param=field)

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -152,7 +152,7 @@ class Generator:
     async def _start(self, name: str, service: Service, ask: Ask, held: Held) -> list[Generation]:
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
         note(service.config, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
-        check_bias(service, ask.sampling)
+        check_tokens(service, (token for token, _ in ask.sampling.logit_bias), "logit_bias")
         prompt = await self._tokenise(service, ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
         started: list[Generation] = []
@@ -237,18 +237,21 @@ def encode(service: Service, ask: Ask) -> Prompt:
     """For the text thread."""
     tokenizer, transcripts = service.tokenizer, service.transcripts
     if isinstance(ask.prompt, tuple):
+        check_tokens(service, ask.prompt, "prompt")
         return Prompt(ask.prompt)
     if isinstance(ask.prompt, str):
-        return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, tokenizer.raw(ask.prompt))))
+        if not (text := tokenizer.raw(ask.prompt)):
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)))
     text = tokenizer.render(ask.prompt.messages, ask.prompt.tools, go_on=ask.prompt.go_on)
     opened = text.rstrip().endswith("<think>") if tokenizer.thinks and not ask.prompt.go_on else None
     return Prompt(tuple(transcripts.encode(ask.namespace, ask.agent, text)), opened)
 
 
-def check_bias(service: Service, sampling: Sampling) -> None:
+def check_tokens(service: Service, tokens: Iterable[int], field: str) -> None:
     vocab = service.backend.spec.vocab_size
-    if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
-        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param="logit_bias")
+    if any(not 0 <= token < vocab for token in tokens):
+        raise InvalidRequest(f"tokens are numbers from 0 to {vocab - 1}", param=field)
 
 
 def constraints_of(service: Service, ask: Ask, opened: bool | None) -> list[Constraint | None]:
@@ -347,7 +350,7 @@ class Generation:
     @property
     def kept(self) -> list[int]:
         """The tokens that are remembered: those before a stop string."""
-        return self.tokens if self.watch is None or self.watch.kept is None else self.tokens[: self.watch.kept]
+        return self.tokens if self.text.stop is None else self.tokens[: self.text.num_whole]
 
     async def parts(self) -> AsyncIterator[Part]:
         """The answer as it comes. Raises RequestError. Leaving early, however, cancels the request."""
@@ -358,7 +361,7 @@ class Generation:
                 self.tokens.append(event.token)
                 self._pending.append(event)
                 if pieces := self.text.push(event.token):
-                    yield self._part(pieces)
+                    yield self._part(pieces, self.text.num_whole)
             self._ended = True
             if isinstance(event, Failed):
                 raise event.error
@@ -366,15 +369,16 @@ class Generation:
                 raise self._why_cancelled()
             self.done = event
             self.on_done()
-            pieces = self.text.finish()
-            if pieces or self._pending:
-                yield self._part(pieces)
+            last = self._part(self.text.finish(), len(self.kept))
+            if last.pieces or last.tokens:
+                yield last
         finally:
             self.cancel()
 
-    def _part(self, pieces: list[Piece]) -> Part:
-        first = len(self.tokens) - len(self._pending)
-        tokens, self._pending = self._pending[: max(0, len(self.kept) - first)], []
+    def _part(self, pieces: list[Piece], num_told: int) -> Part:
+        """`num_told` of the answer's tokens are through with it."""
+        cut = max(0, num_told - (len(self.tokens) - len(self._pending)))
+        tokens, self._pending = self._pending[:cut], self._pending[cut:]
         return Part(pieces, tokens)
 
     def _why_cancelled(self) -> RequestError:

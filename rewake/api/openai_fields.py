@@ -17,6 +17,7 @@ __all__ = ["ChatRequest", "CompletionRequest"]
 
 MOST_ANSWERS = 16
 MOST_TOOLS = 128
+MOST_DIGITS = 9  # of a token
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
@@ -168,7 +169,7 @@ class Sampled(Strict):
     def biases(self) -> tuple[tuple[int, float], ...]:
         found = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not token.isascii() or not token.isdigit() or not -100 <= bias <= 100:
+            if not (token.isascii() and token.isdigit() and len(token) <= MOST_DIGITS and -100 <= bias <= 100):
                 raise InvalidRequest("it maps token ids to biases from -100 to 100", param="logit_bias")
             found[int(token)] = float(bias)
         return tuple(sorted(found.items()))

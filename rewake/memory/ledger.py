@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
+import numpy as np
+
 from rewake.errors import CorruptFile
 from rewake.memory.residency import Arena, Piece, Post, Residency, files_of
 from rewake.memory.tree import TOKEN, Agent, Branch, Page, PrefixTree, SavedTurn, to_tokens
@@ -99,9 +101,13 @@ class Ledger:
 
     # ---- saving
 
-    def save_filled(self, branch: Branch) -> None:
-        """A branch has just filled a page, its parent now. Whatever happens from here on, the agent remembers all up to there."""
-        jobs = [self._page_job(branch, branch.parent), self._checkpoint(branch)]
+    def save_filled(self, branch: Branch, segments: tuple[StoredFile, ...] = ()) -> None:
+        """A branch has just filled a page, its parent now. Whatever happens from here on, the agent remembers all up to there.
+
+        `segments` are rows of the page that are on disk, and stay where they are.
+        """
+        branch.moved += segments
+        jobs = [self._page_job(branch, branch.parent, (), segments), self._checkpoint(branch)]
         self._submit(*(job for job in jobs if job is not None))
 
     def save_page(self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = ()) -> None:
@@ -109,7 +115,9 @@ class Ledger:
         if (job := self._page_job(branch, page, replaced)) is not None:
             self._submit(job)
 
-    def _page_job(self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = ()) -> SavePage | None:
+    def _page_job(
+        self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = (), segments: tuple[StoredFile, ...] = ()
+    ) -> SavePage | None:
         planes = tuple(plane for plane in self.planes.all if plane in page.slots and not page.stored(plane))
         # without its first plane nothing is there to be named
         if self.writer is None or not planes or page.saving or not (0 in planes or page.stored(0)):
@@ -122,20 +130,31 @@ class Ledger:
         def done(error: Exception | None) -> None:
             page.saving = ()
             self.saving.discard(page)
-            written = [f for f in job.files if f not in job.kept] if error is None else replaced
-            still = [f for f in page.files if f in job.kept]  # others have been found damaged, or computed anew
+            written = [f for f in job.files if f not in before] if error is None else replaced
+            still = [f for f in page.files if f in before]  # others have been found damaged, or computed anew
             page.files = tuple(sorted((*still, *written), key=lambda f: (f.plane, f.first)))
+            if error is not None:
+                branch.moved = tuple(f for f in branch.moved if f not in segments)
             if page.forgotten and error is None:  # meanwhile, and with it what the manifest said of it
-                self._forget(Commit(), [f for f in page.files if f not in job.kept])
+                self._forget(Commit(), written)
             self.residency.release(page, planes)
 
         # what the manifest names is never overwritten: until the commit, that is what counts
         if page.files or not page.file_name:
             page.file_name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
-        data = {plane: self.residency.bytes_of(page, plane) for plane in planes}
-        tokens = page.tokens.tobytes()
+        before, data = page.files, {plane: self.residency.bytes_of(page, plane) for plane in planes}
         job = SavePage(
-            page.file_name, page.key, page.parent.key, page.number + 1, branch.namespace, tokens, data, page.files, replaced, done
+            page.file_name,
+            page.key,
+            page.parent.key,
+            page.number + 1,
+            branch.namespace,
+            page.tokens.tobytes(),
+            self.planes,
+            data,
+            (*before, *segments),
+            replaced,
+            done,
         )
         return job
 
@@ -208,8 +227,9 @@ class Ledger:
         return self.writer is not None and self.writer.waiting_bytes > len(self.residency.arena) // 2
 
     def adopt(self, branch: Branch, page: Page, slots: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-        """A page was computed that is remembered already. What is in the arena wins, so that hot and restored agents attend to the
-        same bytes; what is only on disk is written anew, unless it is equal. The planes that are taken from `slots`."""
+        """A page was computed that is remembered already; the caller holds it. What is in the arena wins, so that hot and restored
+        agents attend to the same bytes; what is only on disk is written anew, unless it is equal. The planes taken from `slots`."""
+        read = [self._agree_on_residuals(page, plane, slots) for plane in range(len(self.planes.base))]
         taken = tuple(plane for plane in slots if plane not in page.slots)
         self.residency.give({plane: own for plane, own in slots.items() if plane not in taken})
         self.residency.place(page, {plane: slots[plane] for plane in taken})
@@ -224,7 +244,32 @@ class Ledger:
         if taken and not page.saving:
             page.files, page.file_name = tuple(f for f in page.files if f not in old), ""
             self.save_page(branch, page, tuple(old))
-        return taken
+        return tuple(plane for plane in taken if plane not in read)
+
+    def _agree_on_residuals(self, page: Page, plane: int, slots: dict[int, tuple[int, ...]]) -> int | None:
+        """Residuals refine the very codes they were computed with, and a page that is hot may have let go of its own.
+
+        Then codes and residuals are both taken, or the codes are equal, or the page's own residuals are read into `slots`: their plane
+        is returned. Where there are none any more, the middle of a step is as good as anything.
+        """
+        residual, residency = self.planes.residual_of(plane), self.residency
+        if residual is None or plane not in page.slots or residual in page.slots:
+            return None
+        ours, theirs = residency.views(slots[plane], plane), residency.bytes_of(page, plane)
+        if all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return None
+        if page.needs[plane] == 1:
+            residency.vacate_plane(page, plane)
+            return None
+        own = residency.views(slots[residual], residual)
+        try:
+            if page.stored(residual) < PAGE_TOKENS:
+                raise CorruptFile("not all of it is on disk")
+            residency.read(files_of((page, residual)), residual, own)
+        except CorruptFile:
+            for slot in own:
+                slot[:] = 0x88
+        return residual
 
     # ---- the disk's budget
 
@@ -308,8 +353,7 @@ class Ledger:
 
     def _is_wanted(self, page: Page, number: int) -> bool:
         """Whether a transcript that is gone on with attends to this plane of a page; or one that begins where others have parted."""
-        plane = self.planes.planes[number]
-        if plane.reach is None:
+        if self.planes.planes[number].reach_in(page.number) is None:
             return True
         return any(self._asking(page, number))
 
@@ -349,7 +393,7 @@ class Ledger:
             self.residency.vacate_unneeded(resident)
             if is_nothing(resident):
                 self.forget_branches([resident])
-        elif self.planes.planes[plane].reach is None:
+        elif self.planes.planes[plane].reach_in(resident.number) is None:
             self._cut(resident)
         elif self.writer is None:  # whoever needed it would have to begin anew
             self.forget_branches([b for b in self._asking(resident, plane) if isinstance(b, Branch) and not (b.running or b.refs)])
@@ -375,7 +419,7 @@ class Ledger:
             empty(resident)
             self._drop_rows(resident)
             self._forget(Commit(branches=(record_of(resident),)), rest, damaged)
-        elif plane == 0 or self.planes.planes[plane].reach is None:
+        elif plane == 0 or self.planes.planes[plane].reach_in(resident.number) is None:
             self._cut(resident, damaged)
         else:
             resident.files, resident.file_name = tuple(f for f in resident.files if f not in damaged), ""
@@ -388,6 +432,7 @@ class Ledger:
         """
         assert page.parent is not None
         files: list[StoredFile] = []
+        kept: set[StoredFile] = set()
         cut: list[BranchRecord] = []
         pages = self.tree.subtree(page)
         for below in pages:
@@ -395,6 +440,7 @@ class Ledger:
         for below in pages:
             for branch in list(below.branches):
                 if branch.saved is not None and not branch.saved.parent.forgotten:
+                    kept.update(branch.saved.segments)
                     self._revert(branch, branch.saved)
                 else:
                     files += [*branch.segments, *branch.obsolete_files()]
@@ -402,7 +448,7 @@ class Ledger:
                     empty(branch)
                 self._drop_rows(branch)
                 cut.append(record_of(branch))
-            files += below.files
+            files += (f for f in below.files if f not in kept)
             self.trace("forget", below.key.hex())
             self.tree.remove_page(below)
         self._pinned = None
@@ -523,7 +569,11 @@ class Ledger:
 
     def _is_anywhere(self, page: Page) -> bool:
         """Whether all that is needed of a page for ever, and its first plane, is in memory or on disk."""
-        return all(self.residency.is_somewhere(page, plane) for plane in self.planes.all if plane == 0 or plane not in self.planes.fleeting)
+        return all(
+            self.residency.is_somewhere(page, number)
+            for number, plane in enumerate(self.planes.planes)
+            if number == 0 or plane.reach_in(page.number) is None
+        )
 
     # ---- adding up
 

@@ -222,8 +222,8 @@ class AgentMemory:
         sequence.lent = [(page, plane) for page, plane in sequence.lent if self._is_needed_by_others(page, plane)]
         reserved = []
         for number, plane in enumerate(self.planes.planes):
-            own = sequence.num_pages - max(sequence.first_grown, plane.first_needed(sequence.held_from))
-            most = plane.most_pages(self.most_step) - max(0, own) - sum(p == number for _, p in sequence.lent)
+            own = plane.num_needed(sequence.first_grown, sequence.num_pages, sequence.held_from)
+            most = plane.most_pages(self.most_step) - own - sum(p == number for _, p in sequence.lent)
             reserved.append(int(max(0, min(sequence.num_to_grow, most))) if plane.reach is not None else sequence.num_to_grow)
         return reserved
 
@@ -244,7 +244,12 @@ class AgentMemory:
     def _let_go(self, sequence: Sequence, position: int) -> None:
         for number in self.planes.fleeting:
             plane = self.planes.planes[number]
-            for page in sequence.pages[plane.first_needed(sequence.held_from) : plane.first_needed(position)]:
+            # page 0 may be needed for longer than those behind it
+            passed = sequence.pages[plane.first_needed(sequence.held_from) : plane.first_needed(position)]
+            first = [page for page in sequence.pages[:1] if plane.first_needed(sequence.held_from) > 0]
+            for page in (*first, *passed):
+                if plane.is_needed(page.number, position) or not plane.is_needed(page.number, sequence.held_from):
+                    continue
                 self.residency.let_go(page, number)
                 if page.number >= sequence.first_grown and self._is_needed_by_others(page, number):
                     sequence.lent.append((page, number))
@@ -268,6 +273,7 @@ class AgentMemory:
         name = f"{branch.id}:{len(sequence.pages)}"
         tokens = to_tokens(sequence.tokens[sequence.page_start : sequence.page_start + PAGE_TOKENS])
         page = branch.parent.children.get(self.tree.key(branch.namespace, branch.parent, tokens))
+        is_new = page is None
         if page is None:
             page = self.tree.add_page(branch.namespace, branch.parent, tokens)
             page.slots.update(slots)
@@ -279,11 +285,12 @@ class AgentMemory:
             taken = self.ledger.adopt(branch, page, slots)
         self._trace_settling(name, page, taken)
         sequence.pages.append(page)
+        segments = tuple(s for s in branch.segments if self.planes.planes[s.plane].keeps_segments and is_new)
         branch.segments = []
         branch.slots = sequence.spare.pop(0) if sequence.spare else {}
         self.tree.move_branch(branch, page)
         note_named(branch)
-        self.ledger.save_filled(branch)
+        self.ledger.save_filled(branch, segments)
 
     def _trace_settling(self, name: str, page: Page, taken: tuple[int, ...]) -> None:
         if not taken:

@@ -136,8 +136,8 @@ def sums_of(text: dict[str, Any], planes: PagePlanes) -> dict[tuple[int, int], b
             if not 0 <= int(page) < num_pages:
                 raise InvalidRequest(f"it has planes of a page {page}, which it has not")
             sums[int(page), plane] = bytes.fromhex(s)
-    for plane in planes.all:
-        if plane not in planes.fleeting and any((page, plane) not in sums for page in range(num_pages)):
+    for number, rule in enumerate(planes.planes):
+        if any((page, number) not in sums for page in range(num_pages) if rule.reach_in(page) is None):
             raise InvalidRequest("some of its pages are not whole")
     return sums
 

@@ -91,9 +91,9 @@ class Residency:
 
     def bytes_of(self, resident: Page | Branch, plane: int) -> list[Arena]:
         """What each slot of the plane holds; it is in the arena."""
-        return self._views(resident.slots[plane], plane)
+        return self.views(resident.slots[plane], plane)
 
-    def _views(self, slots: Slots, plane: int) -> list[Arena]:
+    def views(self, slots: Slots, plane: int) -> list[Arena]:
         size = self.planes.planes[plane].slot.page_bytes
         return [self.arena[slot : slot + size] for slot in slots]
 
@@ -117,16 +117,16 @@ class Residency:
         """Give back the slots of something cached."""
         resident, plane = piece
         assert not resident.needs.get(plane) and plane in resident.slots
-        self._vacate_plane(resident, plane)
+        self.vacate_plane(resident, plane)
         self.evicted(resident, plane)
 
     def vacate(self, resident: Page | Branch) -> None:
         """Give back all its slots."""
         for plane in tuple(resident.slots):
-            self._vacate_plane(resident, plane)
+            self.vacate_plane(resident, plane)
         resident.stale = False
 
-    def _vacate_plane(self, resident: Page | Branch, plane: int) -> None:
+    def vacate_plane(self, resident: Page | Branch, plane: int) -> None:
         self._uncache((resident, plane))
         for slot in resident.slots.pop(plane, ()):
             self.pool.give(slot)
@@ -153,7 +153,7 @@ class Residency:
     def vacate_unneeded(self, resident: Page | Branch) -> None:
         for plane in tuple(resident.slots):
             if not resident.needs.get(plane):
-                self._vacate_plane(resident, plane)
+                self.vacate_plane(resident, plane)
 
     def hold(self, resident: Page | Branch, planes: Iterable[int]) -> None:
         """Be at it, and need these planes, which may be cold."""
@@ -169,11 +169,11 @@ class Residency:
         if resident.needs[plane] or plane not in resident.slots:
             return
         if resident.forgotten or resident.stale:
-            self._vacate_plane(resident, plane)
+            self.vacate_plane(resident, plane)
             return
         cost = self.cost(resident, plane)
         if not cost and resident.stored(plane) >= resident.stored_rows:
-            self._vacate_plane(resident, plane)
+            self.vacate_plane(resident, plane)
         else:
             self._cache((resident, plane), cost)
 
@@ -244,7 +244,7 @@ class Residency:
         """On an I/O thread."""
         error = None
         try:
-            self.read(files, piece[1], self._views(slots, piece[1]))
+            self.read(files, piece[1], self.views(slots, piece[1]))
         except CorruptFile as corrupt:
             error = corrupt
         except Exception as other:  # the edge of the thread: somebody waits for this page
@@ -291,7 +291,7 @@ class Residency:
     def copy(self, source: Page | Branch, slots: dict[int, Slots]) -> None:
         """Copy on write: the whole page; rows behind those that are meant are never attended to."""
         for plane, own in slots.items():
-            for target, origin in zip(self._views(own, plane), self.bytes_of(source, plane), strict=True):
+            for target, origin in zip(self.views(own, plane), self.bytes_of(source, plane), strict=True):
                 target[:] = origin
 
     def check(self, residents: Iterable[Page | Branch], extra_slots: Iterable[int]) -> None:

@@ -172,6 +172,7 @@ class Branch(Resident):
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     turns: array[int] = field(default_factory=to_tokens)
+    moved: tuple[StoredFile, ...] = ()  # segments that the manifest may still name as its own, and that are a page's now
 
     @property
     def namespace(self) -> str:
@@ -188,10 +189,11 @@ class Branch(Resident):
     def note_saved(self) -> None:
         """The manifest has it as it is."""
         self.saved = SavedTurn(self.parent, self.tokens, tuple(self.segments), self.turns)
+        self.moved = tuple(f for f in self.moved if f in self.segments)
 
     def obsolete_files(self) -> tuple[StoredFile, ...]:
-        """Segments the manifest names that are no longer part of it: its page has been filled since."""
-        return tuple(s for s in self.saved.segments if s not in self.segments) if self.saved else ()
+        """Segments the manifest names that are no longer part of anything: its page has been filled since."""
+        return tuple(s for s in self.saved.segments if s not in self.segments and s not in self.moved) if self.saved else ()
 
     @property
     def stored_rows(self) -> int:

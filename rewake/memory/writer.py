@@ -62,6 +62,7 @@ class SavePage:
     depth: int
     namespace: str
     tokens: bytes
+    layout: PagePlanes
     data: dict[int, list[Arena]]  # of each plane that is written, what each of its slots holds
     kept: tuple[StoredFile, ...]
     replaced: tuple[StoredFile, ...]
@@ -75,10 +76,15 @@ class SavePage:
 
     def write(self, store: Store) -> Commit:
         about = {"key": self.key.hex(), "parent": self.parent.hex(), "namespace": self.namespace, "tokens": self.tokens.hex()}
-        written = [
-            store.write(plane_name(self.name, plane), [slot.data for slot in slots], 0, PAGE_TOKENS, about, plane)
-            for plane, slots in self.data.items()
-        ]
+        written = []
+        for number, slots in self.data.items():
+            first, parts = sum(f.rows for f in self.kept if f.plane == number), slots
+            if first:  # those before are in segments that are kept
+                plane = self.layout.planes[number]
+                parts = [np.empty(plane.num_bytes(PAGE_TOKENS - first), np.uint8)]
+                plane.copy_rows(slots, first, parts[0], PAGE_TOKENS - first, out=True)
+            data = [part.data for part in parts]
+            written.append(store.write(plane_name(self.name, number), data, first, PAGE_TOKENS - first, about, number))
         self.files = tuple(sorted((*self.kept, *written), key=lambda f: (f.plane, f.first)))
         return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.files),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rewake.text.stops import Spells, Stops
+from rewake.text.stops import Spells, StopWatch
 from rewake.text.tools import Call, Reading
 from rewake.text.tools.base import begun
 
@@ -95,20 +95,24 @@ class AnswerText:
 
     def __init__(self, spelling: Spells, stops: Sequence[str] = (), thinking: bool | None = None, calls: Reading | None = None) -> None:
         """`thinking`: whether the prompt has opened the thoughts already; None for a model that does not think."""
-        self._spelling = spelling
-        self._stops = Stops(stops)
+        self._watch = StopWatch(spelling, stops)
         self._thinking = Thinking(thinking) if thinking is not None else None
         self._calls = calls
 
     @property
     def stop(self) -> str | None:
-        return self._stops.found
+        return self._watch.found
+
+    @property
+    def num_whole(self) -> int:
+        """How many tokens have been told, all of each of them."""
+        return self._watch.num_whole
 
     def push(self, token: int) -> list[Piece]:
-        return self._split(self._stops.push(self._spelling.push(token)))
+        return self._split(self._watch.push(token))
 
     def finish(self) -> list[Piece]:
-        pieces = self._split(self._stops.finish())
+        pieces = self._split(self._watch.finish())
         if self._thinking is not None:
             pieces += self._read(self._thinking.finish())
         if self._calls is not None:

@@ -62,7 +62,8 @@ class Grammars:
         """A new answer's. Raises InvalidRequest, which names the field it came in, for what is no grammar or no schema we can obey."""
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
-            raise InvalidRequest(f"this cannot be obeyed: {matcher.get_error().splitlines()[0]}", param=param)
+            why = matcher.get_error().split("\n")[0]
+            raise InvalidRequest(f"this cannot be obeyed: {why}", param=param)
         return Form(matcher)
 
     def of_schema(self, schema: Mapping[str, Any], thinking: bool | None, param: str) -> str:

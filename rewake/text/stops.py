@@ -54,25 +54,50 @@ class Stops:
 
 
 class StopWatch:
-    """Tells token by token when an answer is over, and how many of its tokens spell only what is shown: see `Request.watch`."""
+    """An answer's text up to its first stop string, token by token; and how many of the tokens spell only what is shown.
+
+    Called with a token, it is a `Request.watch`.
+    """
 
     def __init__(self, spelling: Spells, stops: Sequence[str]) -> None:
         self._spelling = spelling
         self._stops = Stops(stops)
         self._num_tokens = self._num_shown = self._num_spelt = 0
         self._ends: list[tuple[int, int]] = [(0, 0)]  # characters, tokens: where both end; what is shown for sure is but the first
-        self.kept: int | None = None
 
-    def __call__(self, token: int) -> int | None:
+    @property
+    def found(self) -> str | None:
+        """The stop string."""
+        return self._stops.found
+
+    @property
+    def num_whole(self) -> int:
+        """How many tokens are shown, all of each of them."""
+        return self._ends[0][1]
+
+    def push(self, token: int) -> str:
+        """What can be shown now."""
         self._num_tokens += 1
         piece = self._spelling.push(token)
         if not piece:
-            return None
+            return ""
         self._num_spelt += len(piece)
         self._ends.append((self._num_spelt, self._num_tokens))
-        self._num_shown += len(self._stops.push(piece))
+        shown = self._stops.push(piece)
+        self._note_shown(shown)
+        return shown
+
+    def finish(self) -> str:
+        """The answer has ended: what was held back."""
+        held = self._stops.finish()
+        self._note_shown(held)
+        return held
+
+    def _note_shown(self, text: str) -> None:
+        self._num_shown += len(text)
         while len(self._ends) > 1 and self._ends[1][0] <= self._num_shown:
             del self._ends[0]
-        if self._stops.found is not None:
-            self.kept = self._ends[0][1]
-        return self.kept
+
+    def __call__(self, token: int) -> int | None:
+        self.push(token)
+        return self.num_whole if self.found is not None else None

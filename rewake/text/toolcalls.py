@@ -32,7 +32,14 @@ HI = {"role": "user", "content": "Hi"}
 RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "callprobe"}
 PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A key."}}, "required": ["probe_key"]}
 TOOL = {"type": "function", "function": {"name": "probe_name", "description": "A probe.", "parameters": PARAMETERS}}
-REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)  # what templates do with what they do not expect
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)  # what templates do with what they do not expect
 
 
 @dataclass(frozen=True)

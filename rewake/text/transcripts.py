@@ -65,7 +65,7 @@ class Transcripts:
         place: Place | None = history.start()
         ids, at = to_ids(), 0
         pieces = self.tokenizer.split(text)
-        for piece, behind in zip(pieces, [*pieces[1:], ""], strict=True):
+        for piece, behind in zip(pieces, [*pieces, ""][1:], strict=True):
             special = self.tokenizer.special_id(piece)
             known = history.follow(place, key_of(piece) if special is None else special) if place is not None else None
             if known is not None:

@@ -71,7 +71,7 @@ def test_an_answer_that_was_stopped_is_remembered_up_to_there(chat_client: opena
         assert streamed(chat_client, stop=stop, extra_body=agent)[0] == cut
     else:
         assert ask(chat_client, stop=stop, extra_body=agent).choices[0].message.content == cut
-    history = [*HELLO, {"role": "assistant", "content": cut}, {"role": "user", "content": "Go on."}]
+    history = [*HELLO, {"role": "assistant", "content": cut}, {"role": "user", "content": f"Go on, {stream}."}]
     report = ask(chat_client, history, extra_body=agent, max_tokens=2).rewake
     assert report["match"] == "extend" and report["computed_tokens"] < 20
     assert report["prompt_tokens"] - report["computed_tokens"] > len(story) // 10
@@ -245,9 +245,15 @@ def test_a_text_is_gone_on_with(chat_client: openai.OpenAI) -> None:
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": ["a"] * 20}, "prompt"),
         ({"prompt": ""}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": "half \ud83d"}, "prompt"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"prompt": "word " * 3000}, "prompt"),
     ],
 )
 def test_completions_refuse_by_name(live: ServerProcess, fields: dict[str, Any], param: str) -> None:
-    response = live.http.post("/v1/completions", json={"model": DEFAULT_MODEL, "prompt": "x", **fields})
+    body = json.dumps({"model": DEFAULT_MODEL, "prompt": "x", **fields})
+    response = live.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["param"].split(".")[0] == param, response.text

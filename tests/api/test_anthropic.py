@@ -25,7 +25,8 @@ WEATHER: Any = {
 
 
 def ask(client: anthropic.Anthropic, messages: list[Any] = HELLO, **fields: Any) -> Any:
-    return client.messages.create(messages=messages, **{"model": DEFAULT_MODEL, "max_tokens": 12, "temperature": 0, **fields})
+    sampling = {"temperature": 0, **fields.pop("extra_body", {})}  # newer clients have no parameter for it
+    return client.messages.create(messages=messages, extra_body=sampling, **{"model": DEFAULT_MODEL, "max_tokens": 12, **fields})
 
 
 def test_a_message_and_its_usage(claude: anthropic.Anthropic) -> None:
@@ -48,7 +49,7 @@ def test_a_stream_has_the_events_in_order(claude: anthropic.Anthropic, live: Ser
     told = [name for name in names if name != "ping"]
     assert told[:2] == ["message_start", "content_block_start"] and set(told[2:-3]) == {"content_block_delta"}
     assert told[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    with claude.messages.stream(model=DEFAULT_MODEL, max_tokens=12, temperature=0, messages=HELLO) as stream:
+    with claude.messages.stream(model=DEFAULT_MODEL, max_tokens=12, messages=HELLO, extra_body={"temperature": 0}) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     whole = ask(claude)
@@ -72,7 +73,9 @@ def test_system_blocks_cache_control_and_content_blocks(claude: anthropic.Anthro
         {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
         *HELLO,
     ]
-    assert ask(claude, messages, system=system, metadata={"user_id": "u"}, top_k=3, top_p=0.9, temperature=0.5).content
+    assert ask(
+        claude, messages, system=system, metadata={"user_id": "u"}, extra_body={"top_k": 3, "top_p": 0.9, "temperature": 0.5}
+    ).content
     plain = ask(
         claude, [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}, *HELLO], system="Be brief.\nBe kind."
     )
@@ -84,6 +87,12 @@ def test_the_beginning_of_an_answer_can_be_given(claude: anthropic.Anthropic) ->
     begun = ask(claude, [*HELLO, {"role": "assistant", "content": "The word is: "}])
     assert begun.content[0].text
     assert begun.rewake["prompt_tokens"] > ask(claude).rewake["prompt_tokens"]
+
+
+def test_an_answer_has_the_form_that_was_asked_for(claude: anthropic.Anthropic) -> None:
+    schema = WEATHER["input_schema"]
+    answer = ask(claude, max_tokens=60, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert set(json.loads(answer.content[0].text)) == {"town"} and answer.stop_reason == "end_turn"
 
 
 def test_tools_are_used_and_their_results_taken(tool_claude: anthropic.Anthropic) -> None:
@@ -103,8 +112,8 @@ def test_tools_are_used_and_their_results_taken(tool_claude: anthropic.Anthropic
         max_tokens=60,
         messages=asked,
         tools=[WEATHER],
-        tool_choice={"type": "any"},
-        temperature=0,  # type: ignore[arg-type,typeddict-item]
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        extra_body={"temperature": 0},  # type: ignore[arg-type]
     ) as stream:
         final = stream.get_final_message()
     used = [b for b in final.content if b.type == "tool_use"]
@@ -128,6 +137,8 @@ def test_tools_are_used_and_their_results_taken(tool_claude: anthropic.Anthropic
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"tools": [WEATHER]}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}}, "output_config.format.schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),

@@ -211,6 +211,13 @@ def test_what_cannot_fit_is_refused_before_any_step(client: httpx.Client, servic
     assert client.get("/v1/agents/long").status_code == 404
 
 
+@pytest.mark.parametrize("prompt", [[1821496, 49504743581345], [-1], [2**31], [49152]])
+def test_tokens_that_the_model_does_not_have_are_refused(client: httpx.Client, service: Service, steps: Watched, prompt: list[int]) -> None:
+    """They would end the engine, or be read from behind the embeddings."""
+    refused = client.post("/v1/completions", json={"model": service.path.name, "prompt": prompt})
+    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("prompt")
+
+
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def never() -> Any:
         await asyncio.sleep(60)

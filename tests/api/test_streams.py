@@ -90,7 +90,7 @@ def test_no_event_has_a_line_end_within(service: Service) -> None:
 def send_raw(port: int, agent: str, messages: list[Any], stream: bool) -> socket.socket:
     body = json.dumps({"model": DEFAULT_MODEL, "messages": messages, "agent_id": agent, "stream": stream, "max_tokens": 4}).encode()
     connection = socket.create_connection(("127.0.0.1", port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -123,7 +123,7 @@ def test_a_slow_reader_gets_everything(live: ServerProcess) -> None:
     body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Count to ten."}], "max_tokens": 30, "temperature": 0}
     whole = live.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     content = json.dumps({**body, "stream": True}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
     received = b""
     with socket.create_connection(("127.0.0.1", live.port)) as connection:
         request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

@@ -107,6 +107,17 @@ def test_what_cannot_be_is_refused_by_name(tool_client: openai.OpenAI, fields: d
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("depth", [100, 400, 900, 3000])
+def test_what_is_nested_deeply_breaks_nothing(tooled: ServerProcess, depth: int) -> None:
+    nested = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+    for field in ('"tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}], "tool_choice": "required"',
+                  '"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": %s}}'):  # fmt: skip
+        body = '{"model": "hermes", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}], ' + field % nested + "}"
+        response = tooled.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text
+    assert tooled.http.get("/health").is_success
+
+
 def test_a_model_without_tools_says_so(chat_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="has no tools") as caught:
         ask(chat_client, model="smollm2-135m")

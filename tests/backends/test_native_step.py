@@ -18,12 +18,13 @@ from rewake.backends.torch.dense import CODED, completed, frequencies, why_not_d
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import Codes, coded, plain
 from rewake.backends.torch.loader import load_model
+from rewake.backends.torch.measure import tables_of
 from rewake.backends.torch.model import TorchBackend
 from rewake.cli import main
 from rewake.config import Config
 from rewake.errors import ConfigError, ModelError
 from rewake.models import resolve
-from rewake.planes import slot_bytes
+from rewake.planes import PagePlanes
 from rewake.quant import PAGE_TOKENS, f32_to_bf16
 from rewake.request import Sampling
 from tests.backends.test_torch import mean_kl, steps
@@ -267,11 +268,11 @@ class Pages:
 
     def __init__(self, backend: TorchBackend) -> None:
         self.backend = backend
-        self.size = slot_bytes(backend.planes.page_bytes)
+        self.size = backend.planes.num_slots * backend.planes.slot_bytes
 
     def row(self, seq: int, tokens: list[int], start: int, end: int) -> Row:
-        slots = tuple((2 * seq + i) * self.size for i in range(-(-end // PAGE_TOKENS)))
-        return Row(tuple(tokens[start:end]), start, start, (slots,), tuple(map(str, slots)), str(seq), GREEDY)
+        pages = range(2 * seq, 2 * seq - (-end // PAGE_TOKENS))
+        return Row(tuple(tokens[start:end]), start, start, tables_of(self.backend, pages), tuple(map(str, pages)), str(seq), GREEDY)
 
     def run(self, *rows: Row) -> Output:
         return self.backend.forward(Batch(rows))
@@ -294,19 +295,21 @@ def test_a_rows_bits_are_the_same_alone_and_among_32(real_model: Any, ids: list[
             pages.run(pages.row(32, texts[i], 0, 49 - i))
             alone = pages.run(pages.row(32, texts[i], 49 - i, 50 - i)).logits[0]
             assert np.array_equal(alone, together[i])
-            layout = pages.backend.planes.planes[0].slot
-            for a, b in zip(rows_of(pages.pages(32), layout, 50 - i), rows_of(pages.pages(i), layout, 50 - i), strict=True):
+            planes = pages.backend.planes
+            for a, b in zip(rows_of(pages.pages(32), planes, 50 - i), rows_of(pages.pages(i), planes, 50 - i), strict=True):
                 assert np.array_equal(a, b)
     finally:
         torch.set_num_threads(before)
 
 
-def rows_of(pages: np.ndarray[Any, Any], layout: Any, rows: int) -> list[np.ndarray[Any, Any]]:
+def rows_of(pages: np.ndarray[Any, Any], planes: PagePlanes, rows: int) -> list[np.ndarray[Any, Any]]:
     """The stored rows [0, rows) of one page, array by array."""
     out = []
-    for _, field, at in layout.arrays():
-        whole = pages[at : at + layout.field_bytes(field)].reshape(layout.kv_heads, PAGE_TOKENS, -1)
-        out.append(whole[:, :rows])
+    for number, plane in enumerate(planes.planes):  # each in one slot
+        for _, field, at in plane.slot.arrays():
+            begin = number * planes.slot_bytes + at
+            whole = pages[begin : begin + plane.slot.field_bytes(field)].reshape(plane.slot.kv_heads, PAGE_TOKENS, -1)
+            out.append(whole[:, :rows])
     return out
 
 

@@ -11,18 +11,31 @@ import torch
 
 from rewake.backends.base import Batch, Row
 from rewake.backends.torch.calibrate import fit_sink, k_mean, write_documents
-from rewake.backends.torch.kernels.vectorised import decode, encode
+from rewake.backends.torch.kernels.vectorised import decode, decode_refined, encode, encode_residual
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.measure import compare, tables_of
 from rewake.backends.torch.sampler import Sampler, logprobs_of
 from rewake.calibration import SHIPPED, Calibration
 from rewake.quant import bf16_to_f32, hadamard
 from rewake.quant import decode as reference_decode
+from rewake.quant import decode_refined as reference_decode_refined
 from rewake.quant import encode as reference_encode
+from rewake.quant import encode_residual as reference_encode_residual
 from rewake.request import Sampling
 from tests.shadow import torch_backend
 
 GREEDY = Sampling(temperature=0)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 192])
+def test_the_torch_residuals_are_the_references_bit_for_bit(dim: int) -> None:
+    x = np.random.default_rng(dim).normal(size=(40, 3, dim)).astype(np.float32)
+    x[0] = 2.5  # a constant group
+    ours, theirs = encode(torch.from_numpy(x), 4, 64), reference_encode(x, 4, 64)
+    mine, reference = encode_residual(torch.from_numpy(x), *ours, 64), reference_encode_residual(x, *theirs, 64)
+    assert mine.contiguous().numpy().tobytes() == reference.tobytes()
+    decoded = decode_refined(ours[0], mine, *ours[1:], 64, dim).numpy()
+    assert (decoded == reference_decode_refined(theirs[0], reference, *theirs[1:], 64, dim)).all()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 192])
@@ -75,7 +88,7 @@ def transformers_logits(model_path: Path, text_ids: list[int]) -> np.ndarray[Any
 CUTS = [255, 256, 257, 511, 512, 513, 600]
 
 
-@pytest.mark.parametrize(("kv", "bound"), [("bf16", 0.002), ("q8", 0.005), ("k8v4", 0.05), ("q4", 0.2)])
+@pytest.mark.parametrize(("kv", "bound"), [("bf16", 0.002), ("q8", 0.005), ("k8v4", 0.05), ("q4", 0.2), ("q4+", 0.05)])
 def test_logits_are_those_of_transformers(
     real_model: Any, text_ids: list[int], transformers_logits: np.ndarray[Any, Any], kv: str, bound: float
 ) -> None:

@@ -33,7 +33,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         k_dim=k_dim,
         v_dim=v_dim,
         group=draw(st.sampled_from((64, 32))),
-        codecs=draw(st.sampled_from((("q4",), ("k8v4",), ("q8",), ("q4", "q8"), ("q4", "k8v4", "q8"), ("bf16",)))),
+        codecs=draw(st.sampled_from((("q4",), ("q4+",), ("q4+",), ("k8v4",), ("q8",), ("q4", "q8"), ("q4", "k8v4", "q8"), ("bf16",)))),
         seqs=draw(sequences()),
         window=draw(st.sampled_from((None, None, 1, 63, 64, 255, 256, 257, 512))),
         soft_cap=draw(st.sampled_from((None, None, 2.0, 50.0))),

@@ -78,8 +78,9 @@ def test_appended_values_are_what_the_reference_codes(kernels: NativeKernels, sh
             assert (off > step * 0.02).mean() < 2e-3
 
 
-def test_coding_is_bit_equal_to_numpys_where_the_rotation_is_exact(kernels: NativeKernels) -> None:
-    world = make(Shape(kv_heads=3, share=1, k_dim=64, codecs=("q4", "q8"), seqs=((300, 1),), mean=False))
+@pytest.mark.parametrize("codecs", [("q4", "q8"), ("q4+",)])
+def test_coding_is_bit_equal_to_numpys_where_the_rotation_is_exact(kernels: NativeKernels, codecs: tuple[str, ...]) -> None:
+    world = make(Shape(kv_heads=3, share=1, k_dim=64, codecs=codecs, seqs=((300, 1),), mean=False))
     rng = np.random.default_rng(1)
     world.k[0] = rng.integers(-40, 40, world.k[0].shape).astype(np.float32)  # sums of integers, and 64 is a square
     reference = replace(world, arena=world.arena.clone())
@@ -88,8 +89,9 @@ def test_coding_is_bit_equal_to_numpys_where_the_rotation_is_exact(kernels: Nati
     assert torch.equal(world.arena, reference.arena)
 
 
-def test_coding_survives_constant_tiny_huge_and_short_groups(kernels: NativeKernels) -> None:
-    world = make(Shape(kv_heads=1, k_dim=64, v_dim=80, codecs=("q4", "q8"), seqs=((300, 1),)))
+@pytest.mark.parametrize("codecs", [("q4", "q8"), ("q4+",)])
+def test_coding_survives_constant_tiny_huge_and_short_groups(kernels: NativeKernels, codecs: tuple[str, ...]) -> None:
+    world = make(Shape(kv_heads=1, k_dim=64, v_dim=80, codecs=codecs, seqs=((300, 1),)))
     rng = np.random.default_rng(2)
     size = 10.0 ** rng.integers(-30, 30, (300, 1, 1))
     world.v[0] = (rng.normal(size=(300, 1, 80)) * size).astype(np.float32)
@@ -159,7 +161,16 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_threads(kernels: NativeKerne
     assert all(torch.equal(results[0], r) for r in results)
 
 
-@pytest.mark.parametrize("shape", [MANY, replace(MANY, codecs=("bf16",)), replace(MANY, kv_heads=1, k_dim=80, v_dim=64, latent=True)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MANY,
+        replace(MANY, codecs=("bf16",)),
+        replace(MANY, codecs=("q4+",)),
+        replace(MANY, kv_heads=1, k_dim=80, v_dim=64, latent=True),
+        replace(MANY, codecs=("q4+",), kv_heads=1, k_dim=80, v_dim=64, latent=True),
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_other_sequences(kernels: NativeKernels, shape: Shape) -> None:
     world = make(shape)
     store_by_reference(world)
@@ -170,6 +181,8 @@ def test_a_rows_bits_do_not_depend_on_other_sequences(kernels: NativeKernels, sh
         alone = replace(
             b,
             **{name: getattr(b, name)[seq : seq + 1] for name in ("block_table", "page_codecs", "kv_lengths")},
+            residual_table=None if b.residual_table is None else b.residual_table[seq : seq + 1],
+            append_residuals=None if b.append_residuals is None else b.append_residuals[rows],
             query_starts=torch.tensor([0, starts[seq + 1] - starts[seq]], dtype=torch.int32),
             **{name: getattr(b, name)[rows] for name in ("append_pages", "append_rows", "append_codecs")},
             derived={},
@@ -178,10 +191,17 @@ def test_a_rows_bits_do_not_depend_on_other_sequences(kernels: NativeKernels, sh
         assert torch.equal(out, together[rows])
 
 
-@pytest.mark.parametrize("shape", [Shape(seqs=((600, 600),), window=300), Shape(seqs=((600, 600),), codecs=("bf16",), sinks=True)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(seqs=((600, 600),), window=300),
+        Shape(seqs=((600, 600),), codecs=("bf16",), sinks=True),
+        Shape(seqs=((600, 600),), codecs=("q4+",)),
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_how_many_rows_a_step_has(kernels: NativeKernels, shape: Shape) -> None:
     """One prompt in one step, and its last rows as steps of their own before later tokens existed: equal bits."""
-    world = make(shape)
+    world = make(replace(shape, seqs=((600, 600),)))
     store_by_reference(world)
     whole = attend(world, kernels)
     for position, rows in ((0, 1), (255, 1), (256, 1), (599, 1), (300, 40), (520, 200)):
@@ -198,6 +218,7 @@ def _step(length: int, rows: int) -> dict[str, torch.Tensor]:
         "append_pages": -torch.ones(rows, dtype=torch.int64),
         "append_rows": torch.zeros(rows, dtype=torch.int32),
         "append_codecs": torch.zeros(rows, dtype=torch.uint8),
+        "append_residuals": -torch.ones(rows, dtype=torch.int64),
     }
 
 
@@ -207,6 +228,32 @@ def test_pages_behind_the_window_are_not_touched(kernels: NativeKernels) -> None
     before = attend(world, kernels)
     world.batch.block_table[0, :4] = -(10**15)  # (1300 - 3 - 200 + 1) / 256 = 4: dropped long ago
     assert torch.equal(attend(world, kernels), before)
+
+
+def test_residuals_behind_the_youngest_page_are_not_touched(kernels: NativeKernels) -> None:
+    """A page settles for queries 64 tokens behind its end; page 0 never does."""
+    world = make(Shape(seqs=((1300, 3),), codecs=("q4+",)))
+    store_by_reference(world)
+    before, over = attend(world, kernels), world.batch.residual_table
+    assert over is not None
+    over[0, 1:4] = -(10**15)  # 1297 >= 1024 + 64: page 3 has settled
+    assert torch.equal(attend(world, kernels), before)
+    over[0, 0] = -(10**15)
+    with pytest.raises(AssertionError, match="page outside the arena"):
+        attend(world, kernels)
+
+
+def test_a_page_settles_at_a_position_whatever_the_step(kernels: NativeKernels) -> None:
+    """One chunk has queries that see a page with its residuals and some that do not."""
+    world = make(Shape(seqs=((600, 600),), codecs=("q4+",)))
+    store_by_reference(world)
+    whole = attend(world, kernels)
+    world.views(*world.residuals_of(0, 0))["v.residuals"][:] ^= 0xFFFFFFFF
+    assert not torch.equal(attend(world, kernels)[599], whole[599]), "page 0 keeps its residuals"
+    world.views(*world.residuals_of(0, 0))["v.residuals"][:] ^= 0xFFFFFFFF
+    world.views(*world.residuals_of(0, 1))["v.residuals"][:] ^= 0xFFFFFFFF
+    changed = attend(world, kernels)
+    assert torch.equal(changed[576:], whole[576:]) and not torch.equal(changed[575], whole[575])
 
 
 def test_a_single_token_gives_back_its_value(kernels: NativeKernels) -> None:

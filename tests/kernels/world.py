@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
-from rewake.quant import CODECS, PAGE_TOKENS, PageLayout, bf16_to_f32, decode, encode, f32_to_bf16, hadamard
+from rewake.quant import (
+    CODECS,
+    PAGE_TOKENS,
+    YOUNG_TOKENS,
+    PageLayout,
+    bf16_to_f32,
+    decode,
+    decode_refined,
+    encode,
+    encode_residual,
+    f32_to_bf16,
+    hadamard,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,10 @@ class Shape:
     def raw(self) -> bool:
         return self.codecs == ("bf16",)
 
+    @property
+    def residuals(self) -> bool:
+        return self.codecs == ("q4+",)
+
 
 @dataclass
 class World:
@@ -57,9 +74,17 @@ class World:
         at = int(self.batch.block_table[seq, page])
         return self.arena.numpy()[at : at + layout.page_bytes], layout
 
+    def residuals_of(self, seq: int, page: int) -> tuple[np.ndarray, PageLayout]:
+        assert self.batch.residual_table is not None
+        layout = replace(self.page_of(seq, page)[1], residuals=True)
+        at = int(self.batch.residual_table[seq, page])
+        return self.arena.numpy()[at : at + layout.page_bytes], layout
+
     def fields(self, seq: int, page: int) -> dict[str, np.ndarray]:
         """The layer's arrays of a page, as views of the arena."""
-        page_bytes, layout = self.page_of(seq, page)
+        return self.views(*self.page_of(seq, page)) | (self.views(*self.residuals_of(seq, page)) if self.shape.residuals else {})
+
+    def views(self, page_bytes: np.ndarray, layout: PageLayout) -> dict[str, np.ndarray]:
         views = {}
         for layer, f, at in layout.arrays():
             if layer == self.layer.layer and f.width:
@@ -67,8 +92,8 @@ class World:
                 views[f.name] = part.view(np.uint32 if f.itemsize == 4 else np.uint16).reshape(layout.kv_heads, layout.rows, f.width)
         return views
 
-    def decoded(self, seq: int, side: str) -> np.ndarray:
-        """[tokens, kv_heads, dim] float64 as stored: K still rotated and centred."""
+    def decoded(self, seq: int, side: str, position: int | None = None) -> np.ndarray:
+        """[tokens, kv_heads, dim] float64 as a query at `position` sees it: K still rotated and centred."""
         length, parts = int(self.batch.kv_lengths[seq]), []
         for page in range(-(-length // PAGE_TOKENS)):
             layout, f = self.page_of(seq, page)[1], self.fields(seq, page)
@@ -77,6 +102,9 @@ class World:
             f = {name: x[:, :rows] for name, x in f.items()}
             if bits == 16:
                 parts.append(bf16_to_f32(f[f"{side}.values"]))
+            elif self.shape.residuals and (page == 0 or position is None or position < (page + 1) * PAGE_TOKENS + YOUNG_TOKENS):
+                arrays = (f[f"{side}.{name}"] for name in ("codes", "residuals", "scales", "biases"))
+                parts.append(decode_refined(*arrays, layout.group_size, dim))
             else:
                 parts.append(decode(f[f"{side}.codes"], f[f"{side}.scales"], f[f"{side}.biases"], bits, layout.group_size, dim))
         return np.concatenate(parts, 1).transpose(1, 0, 2).astype(np.float64)
@@ -91,10 +119,10 @@ def make(shape: Shape) -> World:
     }
     max_pages = max(1, *(-(-n // PAGE_TOKENS) for n, _ in shape.seqs)) + 1
     codecs = rng.choice(list(layouts), (len(shape.seqs), max_pages)).astype(np.uint8)
-    order = rng.permutation(len(shape.seqs) * max_pages)
+    order = rng.permutation((1 + shape.residuals) * len(shape.seqs) * max_pages)
     size = max(layout.page_bytes for layout in layouts.values())
     arena = np.full(size * len(order), 0xFF, np.uint8)
-    table = (order * size).reshape(len(shape.seqs), max_pages)
+    table, *residuals = (order * size).reshape(-1, len(shape.seqs), max_pages)
     rows = np.array([n for _, n in shape.seqs])
     tokens = int(rows.sum())
     heads = shape.kv_heads * shape.share
@@ -107,6 +135,8 @@ def make(shape: Shape) -> World:
         torch.from_numpy(append),
         torch.zeros(tokens, dtype=torch.int32),
         torch.zeros(tokens, dtype=torch.uint8),
+        torch.from_numpy(residuals[0].astype(np.int64)) if residuals else None,
+        torch.from_numpy(append) if residuals else None,
     )
     mean = rng.normal(size=(shape.kv_heads, shape.k_dim)).astype(np.float32)
     layer = LayerAttention(
@@ -144,6 +174,8 @@ def store_by_reference(world: World) -> None:
                 x = np.ascontiguousarray(x.transpose(1, 0, 2), np.float32)
                 coded = (f32_to_bf16(x),) if bits == 16 else encode(x, bits, layout.group_size)
                 names = ("values",) if bits == 16 else ("codes", "scales", "biases")
+                if layout.codec.residual_bits:
+                    coded, names = (*coded, encode_residual(x, *coded, layout.group_size)), (*names, "residuals")
                 for name, array in zip(names, coded, strict=True):
                     views[f"{side}.{name}"][:, : len(k)] = array
 
@@ -152,13 +184,14 @@ def append_step(world: World, seqs: Sequence[int] | None = None) -> tuple[Ragged
     """A step that appends every token of the given sequences (all of them): its batch, K and V."""
     seqs = range(len(world.shape.seqs)) if seqs is None else seqs
     at = [(s, i) for s in seqs for i in range(len(world.k[s]))]
-    table, codecs = world.batch.block_table, world.batch.page_codecs
+    table, codecs, over = world.batch.block_table, world.batch.page_codecs, world.batch.residual_table
     batch = replace(
         world.batch,
         query_starts=torch.tensor([0, *np.cumsum([len(k) for k in world.k])], dtype=torch.int32),
         append_pages=torch.tensor([int(table[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.int64),
         append_rows=torch.tensor([i % PAGE_TOKENS for _, i in at], dtype=torch.int32),
         append_codecs=torch.tensor([int(codecs[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.uint8),
+        append_residuals=None if over is None else torch.tensor([int(over[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.int64),
         derived={},
     )
     k = torch.from_numpy(np.concatenate([world.k[s] for s in seqs]))
@@ -172,32 +205,42 @@ def store_by_kernel(world: World, kernels: AttentionKernels) -> None:
 
 
 def attend_by_reference(world: World) -> np.ndarray:
-    shape, layer, outputs = world.shape, world.layer, []
+    shape, outputs = world.shape, []
     starts = world.batch.query_starts.tolist()
     for seq, (length, rows) in enumerate(shape.seqs):
-        if not rows:
-            continue
-        k = world.decoded(seq, "k")
-        if not shape.raw:
-            k = k @ hadamard(shape.k_dim).astype(np.float64)
-            if layer.k_mean is not None:
-                k = k + layer.k_mean.numpy()
-        v = k[..., : shape.v_dim] if shape.latent else world.decoded(seq, "v")
         q = world.q[starts[seq] : starts[seq + 1]].float().numpy().astype(np.float64)
-        q = q.reshape(rows, shape.kv_heads, shape.share, shape.k_dim)
-        s = np.einsum("rhgd,thd->rhgt", q, k) * layer.scale
-        if layer.soft_cap:
-            s = layer.soft_cap * np.tanh(s / layer.soft_cap)
-        at, own = np.arange(length), np.arange(length - rows, length)[:, None]
-        hidden = (at > own) | ((at <= own - layer.window) if layer.window else False)
-        s = np.where(hidden[:, None, None], -np.inf, s)
-        if layer.sinks is not None:
-            sinks = layer.sinks.numpy().reshape(1, shape.kv_heads, shape.share, 1)
-            s = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], 1))], -1)
-        p = np.exp(s - s.max(-1, keepdims=True))
-        p = (p / p.sum(-1, keepdims=True))[..., :length]
-        outputs.append(np.einsum("rhgt,thd->rhgd", p, v).reshape(rows, -1, shape.v_dim))
-    return np.concatenate(outputs) if outputs else np.zeros((0, shape.kv_heads * shape.share, shape.v_dim))
+        first = length - rows
+        # rows that see the same pages with their residuals
+        cuts = [p for p in range(YOUNG_TOKENS, length, PAGE_TOKENS) if p > first] if shape.residuals else []
+        for start, end in pairwise([first, *cuts, length]):
+            outputs.append(attend_alike(world, seq, q[start - first : end - first], start, end))
+    return np.concatenate(outputs)
+
+
+def attend_alike(world: World, seq: int, q: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Queries at positions [start, end)."""
+    shape, layer, rows = world.shape, world.layer, end - start
+    if not rows:
+        return np.zeros((0, shape.kv_heads * shape.share, shape.v_dim))
+    k = world.decoded(seq, "k", start)[:end]
+    if not shape.raw:
+        k = k @ hadamard(shape.k_dim).astype(np.float64)
+        if layer.k_mean is not None:
+            k = k + layer.k_mean.numpy()
+    v = k[..., : shape.v_dim] if shape.latent else world.decoded(seq, "v", start)[:end]
+    q = q.reshape(rows, shape.kv_heads, shape.share, shape.k_dim)
+    s = np.einsum("rhgd,thd->rhgt", q, k) * layer.scale
+    if layer.soft_cap:
+        s = layer.soft_cap * np.tanh(s / layer.soft_cap)
+    at, own = np.arange(end), np.arange(start, end)[:, None]
+    hidden = (at > own) | ((at <= own - layer.window) if layer.window else False)
+    s = np.where(hidden[:, None, None], -np.inf, s)
+    if layer.sinks is not None:
+        sinks = layer.sinks.numpy().reshape(1, shape.kv_heads, shape.share, 1)
+        s = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], 1))], -1)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p = (p / p.sum(-1, keepdims=True))[..., :end]
+    return np.einsum("rhgt,thd->rhgd", p, v).reshape(rows, -1, shape.v_dim)
 
 
 def error_of(world: World, out: torch.Tensor) -> float:

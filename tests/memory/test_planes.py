@@ -219,3 +219,78 @@ def test_an_export_has_what_is_left_of_each_page(tmp_path: Path) -> None:
     assert ask(other, [*told, 5], "b").match.computed_tokens == 2
     assert ask(other, [*told[:500], 1], "c").match.reused_tokens == 500
     other.close()
+
+
+# ---- pages that settle
+
+
+@pytest.fixture(params=[None, WINDOW], ids=["full", "sliding"])
+def settling(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EngineHarness]:
+    made = EngineHarness(tmp_path, window=request.param, young=True)
+    yield made
+    made.close()
+    assert made.backend.num_wrong == 0
+
+
+def test_a_settled_page_has_its_residuals_on_disk_only_and_page_0_in_memory_too(settling: EngineHarness) -> None:
+    ask(settling, text(1, 256 * 5 + 70), "a")
+    pages, branch = path_of(settling, "a")
+    base = len(settling.backend.planes.base)
+    over = [[plane for plane in page.slots if plane >= base] for page in pages]
+    assert over[0] == [base] and not any(over[1:])  # a sliding page 0 is behind its window
+    assert set(branch.slots) == set(settling.backend.planes.all)
+    assert all(page.stored(plane) == PAGE_TOKENS for page in pages for plane in settling.backend.planes.all)
+    ask(settling, text(2, 256 * 5 + 50), "young")
+    pages, _ = path_of(settling, "young")
+    assert base in pages[4].slots and base not in pages[3].slots
+
+
+def test_residuals_are_written_once(settling: EngineHarness) -> None:
+    """What a turn leaves of them in segments stays there when the page is full; what the codes leave is written anew."""
+    told = text(1, 200)
+    told += ask(settling, told, "a").tokens
+    told += [7] * 40
+    told += ask(settling, told, "a").tokens
+    before = settling.engine._store.bytes_written  # type: ignore[union-attr]
+    told += [8] * 30
+    ask(settling, told, "a")
+    (page,), branch = path_of(settling, "a")
+    planes = settling.backend.planes
+    for number, plane in enumerate(planes.planes):
+        files = [f for f in page.files if f.plane == number]
+        assert sum(f.rows for f in files) == PAGE_TOKENS and len(files) == (3 if plane.slot.residuals else 1)
+    there = {str(p.relative_to(settling.data)) for f in ("pages", "segments") for p in settling.data.glob(f"{f}/*/*")}  # type: ignore
+    assert there == {f.name for f in (*page.files, *branch.segments)}
+    row = planes.planes[0].slot.token_bytes * sum(p.num_slots for p in planes.base)
+    headers = 4096 * 2 * len(planes.all) * 2
+    assert settling.engine._store.bytes_written - before <= 256 * row + 2 * 33 * row + headers  # type: ignore[union-attr]
+
+
+def test_every_verb_holds_across_settling_and_restart(settling: EngineHarness) -> None:
+    """Claims 1 and 2 rest on it: whatever a query attends to by its position is there, exactly as it was written."""
+    told: list[int] = []
+    for turn in range(14):
+        told += text(turn, (5, 60, 64, 100, 256, 190, 1)[turn % 7])
+        told += ask(settling, told, "a").tokens
+        if turn % 3 == 2:
+            settling.restart()
+        elif turn % 3 == 1:
+            settling.evict_all()
+    for at in (1, 256, 300, 319, 320, 321, 511, 512, 575, 576, 700, 1024):
+        pending = ask(settling, [*told[:at], 1, 1], f"edit{at}")
+        assert (pending.match.kind, pending.match.reused_tokens) == ("diverge", at)
+        settling.evict_all()
+    settling.restart()
+    assert ask(settling, [*told, 6], "a").match.computed_tokens == 2
+
+
+def test_without_a_disk_what_needs_lost_residuals_is_computed_again() -> None:
+    """The usable prefix is the least of all planes: an edit that sees lost residuals goes back to page 0, which keeps its own."""
+    harness = EngineHarness(None, num_pages=8, young=True)
+    told = text(1, 1200)
+    told += ask(harness, told, "a").tokens
+    ask(harness, text(50, 1030), "b")
+    assert ask(harness, [*told, 8], "a").match.computed_tokens == 2
+    assert ask(harness, [*told[:800], 1, 1], "c").match.reused_tokens == PAGE_TOKENS
+    assert harness.backend.num_wrong == 0
+    harness.close()

@@ -52,7 +52,7 @@ def test_the_tokens_that_are_kept_spell_only_what_is_shown(tokenizer: Tokenizer,
         kept = watch(token)
         if kept is not None:
             break
-    assert kept is not None
+    assert kept is not None and kept == watch.num_whole
     shown = text[: text.index(stop)]
     spelt = tokenizer.decode(tokens[:kept])
     assert shown.startswith(spelt) and tokenizer.decode(tokens[: kept + 1]) not in shown

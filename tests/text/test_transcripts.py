@@ -66,6 +66,10 @@ def test_a_models_own_text_keeps_its_ids_when_it_is_sent_back(transcripts: Trans
     assert transcripts.encode("ns", "b", text) == tokenizer.encode(text), "what another agent said is nobody else's"
 
 
+def test_no_text_has_no_ids(transcripts: Transcripts) -> None:
+    assert transcripts.encode("ns", "a", "") == []
+
+
 def test_turn_after_turn_keeps_every_answers_ids(transcripts: Transcripts) -> None:
     """P1: also when it was learned turn by turn, and again from what is stored."""
     messages, again = list(HI), Transcripts(transcripts.tokenizer)

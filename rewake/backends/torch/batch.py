@@ -12,7 +12,7 @@ import torch
 
 from rewake.backends.base import NOWHERE, Batch
 from rewake.backends.torch.kernels.base import RaggedBatch
-from rewake.quant import PAGE_TOKENS
+from rewake.quant import PAGE_TOKENS, Codec
 
 __all__ = ["Flat", "flatten"]
 
@@ -32,8 +32,8 @@ class Flat:
     ragged: tuple[RaggedBatch, ...]
 
 
-def flatten(batch: Batch, codec: int) -> Flat:
-    """Token ids, positions, block tables, query ranges, lengths, and the place of each new K/V row. `codec` is Codec.index of all pages."""
+def flatten(batch: Batch, codec: Codec) -> Flat:
+    """Token ids, positions, block tables, query ranges, lengths, and the place of each new K/V row. `codec` is that of all pages."""
     rows = batch.rows
     counts = [len(r.tokens) for r in rows]
     ends = np.cumsum(counts)
@@ -44,19 +44,23 @@ def flatten(batch: Batch, codec: int) -> Flat:
     of_row = np.repeat(np.arange(len(rows)), counts)
     is_new = positions >= np.repeat([r.first_append for r in rows], counts)
     same: dict[str, Any] = {
-        "page_codecs": torch.full(tables.shape[1:], codec, dtype=torch.uint8),
+        "page_codecs": torch.full(tables.shape[1:], codec.index, dtype=torch.uint8),
         "query_starts": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
         "kv_lengths": torch.tensor([r.end for r in rows], dtype=torch.int32),
         "append_rows": torch.from_numpy(positions % PAGE_TOKENS),
-        "append_codecs": torch.full(positions.shape, codec, dtype=torch.uint8),
+        "append_codecs": torch.full(positions.shape, codec.index, dtype=torch.uint8),
     }
+    places = [torch.from_numpy(np.where(is_new, table[of_row, positions // PAGE_TOKENS], -1)) for table in tables]
+    count = len(tables) // 2 if codec.residual_bits else len(tables)  # of residuals there are as many slots as of codes, behind those
     ragged = tuple(
         RaggedBatch(
-            block_table=torch.from_numpy(table),
-            append_pages=torch.from_numpy(np.where(is_new, table[of_row, positions // PAGE_TOKENS], -1)),
+            block_table=torch.from_numpy(tables[i]),
+            append_pages=places[i],
+            residual_table=torch.from_numpy(tables[count + i]) if codec.residual_bits else None,
+            append_residuals=places[count + i] if codec.residual_bits else None,
             **same,
         )
-        for table in tables
+        for i in range(count)
     )
     wanted = [int(end) - 1 for end, row in zip(ends, rows, strict=True) if row.sampling is not None]
     tokens = np.fromiter(chain.from_iterable(r.tokens for r in rows), np.int32, int(ends[-1]))

@@ -28,7 +28,7 @@ TOKENS = DOCUMENTS * LENGTH  # of a given text, too
 WINDOW = 2048  # tokens that are measured as one context
 LEAST = 256  # tokens: fewer say nothing
 TEMPERATURE, TOP_P, SEED = 1.0, 0.95, 7
-MEASURED = ("q4", "q4:32", "k8v4", "q8")
+MEASURED = ("q4", "q4+", "q4:32", "k8v4", "q8")
 
 Say = Callable[[str], None]
 

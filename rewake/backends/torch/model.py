@@ -54,7 +54,7 @@ class TorchBackend:
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
-        logits = self._forward.logits(flatten(batch, self.planes.codec.index))
+        logits = self._forward.logits(flatten(batch, self.planes.codec))
         sampled = [row for row in batch.rows if row.sampling is not None]
         if not torch.isfinite(logits.sum(-1)).all():  # argmax over NaN gives a token, too: never a silent wrong answer
             broken = [row.sampler for scores, row in zip(logits, sampled, strict=True) if not scores.isfinite().all()]
@@ -65,7 +65,7 @@ class TorchBackend:
 
     def score(self, batch: Batch) -> Tensor:
         """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
-        flat = flatten(batch, self.planes.codec.index)
+        flat = flatten(batch, self.planes.codec)
         return self._forward.logits(replace(flat, wanted=np.arange(len(flat.tokens), dtype=np.int32)))
 
     def warm_up(self) -> None:

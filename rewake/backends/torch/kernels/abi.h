@@ -11,6 +11,8 @@ struct RwLayout {
     int32_t kv_heads, k_dim, v_dim, group, k_bits, v_bits;
     int64_t page_bytes, layer_bytes;
     int64_t k_scales, k_biases, v_codes, v_scales, v_biases;  // offsets in the layer; K codes (or values) are at 0
+    // Codes of 4 bits that have 4 more while they are young, elsewhere: a layer of these, and V's offset in it. 0: they have not.
+    int64_t residual_layer_bytes, v_residuals;
 };
 
 struct RwBatch {
@@ -22,6 +24,7 @@ struct RwBatch {
     const int32_t* append_rows;
     const uint8_t* append_codecs;
     int32_t seqs, max_pages, tokens;
+    const int64_t *residuals, *append_residuals;  // as block_table and append_pages, for residuals; null: there are none
 };
 
 struct RwLayer {
@@ -84,7 +87,8 @@ struct RwDense {
 constexpr int PAGE = 256;       // tokens
 constexpr int SPAN = 512;       // tokens of one context split; fixed, so that no split depends on the load
 constexpr int BLOCK = 64;       // tokens whose attention weights share one fixed-point step
-constexpr int CODECS = 4;
+constexpr int CODECS = 5;
+constexpr int YOUNG = 64;       // tokens behind a page's end up to which it is read with its residuals; page 0 always is
 constexpr int MAX_DIM = 1024;
 
 constexpr int OUTPUT_TILE = 16;  // outputs
@@ -153,6 +157,7 @@ struct AttendJob {
     int q_heads, kv_heads, share;  // share: query heads per KV head
     int k_dim, v_dim, group;
     bool raw;                      // bf16 pages
+    bool residuals;                // pages that have some are read with them while they are young
     int k_padded, k_groups;        // stored width of K; padded to whole vectors if raw
     int v_width, v_groups;         // width accumulated: V's stored width, or the K prefix that must be rotated back
     int q_stride;                  // int16 per prepared query

@@ -32,6 +32,8 @@ class RaggedBatch:
     append_pages: Tensor  # int64 [tokens]: byte offset of the page a row's K and V go to; -1: stored already
     append_rows: Tensor  # int32 [tokens]: row in that page
     append_codecs: Tensor  # uint8 [tokens]: Codec.index of that page
+    residual_table: Tensor | None = None  # as block_table, for the residuals of codecs that have some
+    append_residuals: Tensor | None = None  # as append_pages
     derived: dict[str, object] = field(default_factory=dict, repr=False)  # what an implementation works out once per step
 
 
@@ -54,7 +56,8 @@ class AttentionKernels(Protocol):
     """Append K and V of a step to their pages, and attend to them.
 
     `arena` is uint8 [bytes]. `layouts` maps Codec.index to the PageLayout (256 rows) of a slot. K is rotated
-    (`quant.hadamard`), and centred by `k_mean`, wherever a page's `k_bits` is below 16; bf16 pages hold plain values.
+    (`quant.hadamard`), and centred by `k_mean`, wherever a page's `k_bits` is below 16; bf16 pages hold plain values. Where a codec has
+    residuals, a query at position p sees page i with them if i is 0 or p < 256 (i + 1) + YOUNG_TOKENS, and without them otherwise.
     """
 
     @property

@@ -92,8 +92,8 @@ inline void read_row(const RwRows& rows, int64_t token, int64_t head, int dim, f
     for (; i < dim; i++) out[i] = from_bf16(p[i]);
 }
 
-// One group: quant.encode's arithmetic, division for division.
-inline void encode_group(const float* x, int group, float levels, uint8_t* codes, uint16_t* scale, uint16_t* bias) {
+// One group: the arithmetic of quant.encode and quant.encode_residual, division for division. `residuals` may be null.
+inline void encode_group(const float* x, int group, float levels, uint8_t* codes, uint8_t* residuals, uint16_t* scale, uint16_t* bias) {
     VF low = load(x), high = low;
     for (int i = W; i < group; i += W) {
         low = min(low, load(x + i));
@@ -107,23 +107,33 @@ inline void encode_group(const float* x, int group, float levels, uint8_t* codes
     const VF by = splat(step > 0 ? step : INFINITY), from = splat(base);
     for (int i = 0; i < group; i += W) {
         VF steps = (load(x + i) - from) / by;
-        store_bytes(codes + i, round_int(min(max(steps, splat(0)), splat(levels))));
+        const VI code = round_int(min(max(steps, splat(0)), splat(levels)));
+        store_bytes(codes + i, code);
+        if (!residuals) continue;
+        const VF over = ((steps - to_float(code)) + splat(0.5f)) * splat(16);
+        store_bytes(residuals + i, __builtin_convertvector(min(max(over, splat(0)), splat(15)), VI));
     }
 }
 
+inline void pack_nibbles(const uint8_t* bytes, int count, uint8_t* out) {
+    for (int i = 0; i < count / 2; i++) out[i] = (uint8_t)(bytes[2 * i] | bytes[2 * i + 1] << 4);
+}
+
 // A row of `dim` values, already rotated if it must be, to its place: codes, scales, biases. `x` has room for the padding.
-inline void encode_row(float* x, int dim, int bits, int group, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+inline void encode_row(float* x, int dim, int bits, int group, uint8_t* codes, uint8_t* residuals, uint16_t* scales, uint16_t* biases) {
     const int groups = (dim + group - 1) / group;
-    alignas(64) uint8_t bytes[MAX_DIM + 64];
+    alignas(64) uint8_t bytes[MAX_DIM + 64], over[MAX_DIM + 64];
     for (int i = dim; i < groups * group; i++) x[i] = x[dim - 1];  // its range is that of the real values
     for (int g = 0; g < groups; g++)
-        encode_group(x + g * group, group, (float)((1 << bits) - 1), bytes + g * group, scales + g, biases + g);
+        encode_group(x + g * group, group, (float)((1 << bits) - 1), bytes + g * group, residuals ? over + g * group : nullptr, scales + g, biases + g);
     memset(bytes + dim, 0, groups * group - dim);
-    if (bits == 8) {
+    if (bits == 8)
         memcpy(codes, bytes, groups * group);
-    } else {
-        for (int i = 0; i < groups * group / 2; i++) codes[i] = (uint8_t)(bytes[2 * i] | bytes[2 * i + 1] << 4);
-    }
+    else
+        pack_nibbles(bytes, groups * group, codes);
+    if (!residuals) return;
+    memset(over + dim, 0, groups * group - dim);
+    pack_nibbles(over, groups * group, residuals);
 }
 
 inline void place_raw(const float* x, int dim, uint8_t* to) {
@@ -151,11 +161,18 @@ inline Side side_of(const uint8_t* layer, const RwLayout& l, int head, bool v) {
             (const uint16_t*)(layer + (v ? l.v_biases : l.k_biases)) + at, bits, width, groups, row_bytes};
 }
 
-inline void append_side(const Side& side, int row, float* x, int dim, int group) {
+// Where a head's residuals begin; rows of them are as long as rows of 4-bit codes. Null if there are none.
+inline uint8_t* residuals_of(uint8_t* arena, const int64_t* places, int64_t entry, const RwLayout& l, int layer, const Side& side, int head, bool v) {
+    if (!l.residual_layer_bytes) return nullptr;
+    return arena + places[entry] + layer * l.residual_layer_bytes + (v ? l.v_residuals : 0) + head * PAGE * side.row_bytes;
+}
+
+inline void append_side(const Side& side, uint8_t* residuals, int row, float* x, int dim, int group) {
     uint8_t* codes = const_cast<uint8_t*>(side.codes) + row * side.row_bytes;
     if (side.bits == 16) return place_raw(x, dim, codes);
     const size_t at = (size_t)row * side.groups;
-    encode_row(x, dim, side.bits, group, codes, const_cast<uint16_t*>(side.scales) + at, const_cast<uint16_t*>(side.biases) + at);
+    if (residuals) residuals += row * side.row_bytes;
+    encode_row(x, dim, side.bits, group, codes, residuals, const_cast<uint16_t*>(side.scales) + at, const_cast<uint16_t*>(side.biases) + at);
 }
 
 // Rows [first, last) of tokens x heads.
@@ -173,10 +190,12 @@ void append(const AppendJob& job, int64_t first, int64_t last, float* x) {
                 for (int d = 0; d < l.k_dim; d++) x[d] -= mean[head * l.k_dim + d];
             rotate(x, l.k_dim);
         }
-        append_side(side_of(layer, l, head, false), row, x, l.k_dim, l.group);
+        const Side k = side_of(layer, l, head, false);
+        append_side(k, residuals_of(job.arena, batch.append_residuals, token, l, job.layer->layer, k, head, false), row, x, l.k_dim, l.group);
         if (!l.v_dim) continue;
         read_row(job.v, token, head, l.v_dim, x);
-        append_side(side_of(layer, l, head, true), row, x, l.v_dim, l.group);
+        const Side v = side_of(layer, l, head, true);
+        append_side(v, residuals_of(job.arena, batch.append_residuals, token, l, job.layer->layer, v, head, true), row, x, l.v_dim, l.group);
     }
 }
 

@@ -25,6 +25,7 @@ struct Run {
 struct Scratch {
     float *scores, *steps, *k_scales, *k_biases, *v_scales, *v_biases, *v_factors, *v_steps, *page_sums, *span_sums, *row_sums, *row;
     int16_t *weights, *weights_low;
+    uint8_t *k_refined, *v_refined;  // codes and residuals of a page, as codes of 8 bits
     VI *panel, *tile;
     Run* runs;
 };
@@ -51,6 +52,8 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     take(s.span_sums, sums);
     take(s.row_sums, sums);
     take(s.row, MAX_DIM + 64);
+    take(s.k_refined, job.residuals ? (size_t)PAGE * job.k_padded : 0);
+    take(s.v_refined, job.residuals && !job.layer->k_prefix ? (size_t)PAGE * job.v_groups * job.group : 0);
     take(s.panel, job.k_padded);
     take(s.tile, TILE * BLOCK / 2);
     if (job.layer->k_prefix) s.v_scales = s.k_scales, s.v_biases = s.k_biases;
@@ -83,6 +86,7 @@ struct Page {
     Side k, v;
     int64_t base;  // its first token
     int valid;     // tokens it holds; rows behind them may hold anything
+    bool refined;  // its codes have 8 bits, of which the scales know 4
 };
 
 inline Page open_page(const AttendJob& job, const AttendItem& item, int64_t page) {
@@ -92,7 +96,35 @@ inline Page open_page(const AttendJob& job, const AttendItem& item, int64_t page
     const uint8_t* layer = job.arena + b.block_table[entry] + job.layer->layer * l.layer_bytes;
     const Side k = side_of(layer, l, item.head, false);
     const int valid = (int)std::min<int64_t>(PAGE, b.kv_lengths[item.seq] - page * PAGE);
-    return {k, job.layer->k_prefix ? k : side_of(layer, l, item.head, true), page * PAGE, valid};
+    return {k, job.layer->k_prefix ? k : side_of(layer, l, item.head, true), page * PAGE, valid, false};
+}
+
+// Codes and residuals, 4 bits each -> codes of 8 bits.
+inline void refine(Side& side, const uint8_t* residuals, int rows, uint8_t* out) {
+    const uint8_t* codes = side.codes;
+    for (size_t i = 0; i < rows * side.row_bytes; i++) {
+        const int q = codes[i], r = residuals[i];
+        out[2 * i] = (uint8_t)((q << 4) | (r & 15));
+        out[2 * i + 1] = (uint8_t)((q & 0xF0) | (r >> 4));
+    }
+    side.codes = out, side.bits = 8, side.row_bytes *= 2;
+}
+
+// The page as its queries see it while it is young.
+inline Page refined(const AttendJob& job, const Scratch& s, const AttendItem& item, Page page) {
+    const RwBatch& b = *job.batch;
+    const int64_t entry = (int64_t)item.seq * b.max_pages + page.base / PAGE;
+    const RwLayout& l = job.layouts[b.page_codecs[entry]];
+    const auto residuals = [&](const Side& side, bool v) {
+        return residuals_of(job.arena, b.residuals, entry, l, job.layer->layer, side, item.head, v);
+    };
+    refine(page.k, residuals(page.k, false), page.valid, s.k_refined);
+    if (job.layer->k_prefix)
+        page.v = page.k;
+    else
+        refine(page.v, residuals(page.v, true), page.valid, s.v_refined);
+    page.refined = true;
+    return page;
 }
 
 // [PAGE, groups] bf16 -> [groups, PAGE] float; tokens from `valid` on count as 0.
@@ -121,6 +153,15 @@ inline float normalise(const float* scales, float* out) {
     return top * (1.f / 32767);
 }
 
+// Scales and biases of 4-bit codes -> of what they are with their residuals: each stands for the middle of a 16th of a step.
+inline void refine_terms(float* scales, float* biases, int count) {
+    for (int i = 0; i < count; i += W) {
+        const VF scale = load(scales + i);
+        store(biases + i, load(biases + i) - scale * splat(0.46875f));
+        store(scales + i, scale * splat(0.0625f));
+    }
+}
+
 inline void spread_page(const AttendJob& job, const Scratch& s, const Page& page) {
     const Side& v = page.v;
     spread_terms(page.k.scales, page.k.groups, page.valid, s.k_scales);
@@ -128,6 +169,10 @@ inline void spread_page(const AttendJob& job, const Scratch& s, const Page& page
     if (!job.layer->k_prefix) {
         spread_terms(v.scales, v.groups, page.valid, s.v_scales);
         spread_terms(v.biases, v.groups, page.valid, s.v_biases);
+    }
+    if (page.refined) {
+        refine_terms(s.k_scales, s.k_biases, page.k.groups * PAGE);
+        if (!job.layer->k_prefix) refine_terms(s.v_scales, s.v_biases, v.groups * PAGE);
     }
     for (int b = 0; b < job.v_groups * BLOCKS; b++) s.v_steps[b] = normalise(s.v_scales + b * BLOCK, s.v_factors + b * BLOCK);
 }
@@ -375,16 +420,24 @@ inline void prefetch_terms(const Side& side) {
     prefetch(side.biases, PAGE * side.groups * sizeof(uint16_t));
 }
 
-inline void attend_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Page* next, const Rows& all,
-                        float* sums) {
-    const Rows rows = all.seeing(page.base, page.base + page.valid);
+// `sums` are those of row `begin` and the rows behind it.
+inline void attend_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Page* next, const Rows& rows,
+                        int begin, float* sums) {
     if (!job.raw) {
         spread_page(job, s, page);
         if (next) prefetch_terms(next->k), prefetch_terms(next->v);
     }
     score_page(job, s, item, page, rows);
     sum_page(job, s, page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
-    merge_rows(job, sums + (size_t)(rows.begin - all.begin) * job.accum_stride, s.page_sums, rows.count());
+    merge_rows(job, sums + (size_t)(rows.begin - begin) * job.accum_stride, s.page_sums, rows.count());
+}
+
+// The first of some rows that sees a page without its residuals.
+inline int first_settled(const AttendJob& job, const Rows& rows, int64_t page) {
+    if (!job.residuals) return rows.begin;
+    if (page == 0) return rows.end;
+    const int64_t row = ((page + 1) * PAGE + YOUNG - rows.first) * rows.share;
+    return (int)std::min<int64_t>(std::max<int64_t>(row, rows.begin), rows.end);
 }
 
 inline void write_row(const AttendJob& job, int64_t token, int q_head, const float* x) {
@@ -437,7 +490,11 @@ void attend(const AttendJob& job, const AttendItem& item, float* scratch) {
         clear_sums(job, sums, rows.count());
         for (int64_t p = std::max(begin, span * PAGES); p < std::min(end, (span + 1) * PAGES); p++) {
             if (p + 1 < end) next = open_page(job, item, p + 1);
-            attend_page(job, s, item, page, p + 1 < end ? &next : nullptr, rows, sums);
+            const Rows seeing = rows.seeing(page.base, page.base + page.valid);
+            Rows young = seeing, settled = seeing;
+            young.end = settled.begin = first_settled(job, seeing, p);
+            if (young.count()) attend_page(job, s, item, refined(job, s, item, page), nullptr, young, rows.begin, sums);
+            if (settled.count()) attend_page(job, s, item, page, p + 1 < end ? &next : nullptr, settled, rows.begin, sums);
             page = next;
         }
         if (!item.partial) merge_rows(job, s.row_sums, sums, rows.count());

@@ -160,11 +160,16 @@ enum Refusal { OK, BAD_ISA, BAD_LAYOUT, BAD_LENGTH, BAD_PAGE, BAD_CODEC, BAD_ROW
 bool usable(const RwLayout& l) {
     const auto bits_ok = [](int bits) { return bits == 4 || bits == 8 || bits == 16; };
     return l.kv_heads > 0 && l.k_dim > 0 && l.k_dim <= MAX_DIM && l.v_dim >= 0 && l.v_dim <= MAX_DIM &&
-           (l.group == 32 || l.group == 64) && bits_ok(l.k_bits) && bits_ok(l.v_bits) && (l.k_bits == 16) == (l.v_bits == 16);
+           (l.group == 32 || l.group == 64) && (!l.residual_layer_bytes || (l.k_bits == 4 && l.v_bits == 4)) && bits_ok(l.k_bits) && bits_ok(l.v_bits) && (l.k_bits == 16) == (l.v_bits == 16);
 }
 
 bool page_fits(int64_t offset, const RwLayout& l, int layer, int64_t arena_bytes) {
     return offset >= 0 && offset % 4 == 0 && offset <= arena_bytes - l.page_bytes && layer >= 0 && (layer + 1) * l.layer_bytes <= l.page_bytes;
+}
+
+bool residuals_fit(const int64_t* places, int64_t entry, const RwLayout& l, int layer, int64_t arena_bytes) {
+    if (!l.residual_layer_bytes) return true;
+    return places && places[entry] >= 0 && places[entry] + (layer + 1) * l.residual_layer_bytes <= arena_bytes;
 }
 
 Refusal check_append(const AppendJob& job, int64_t arena_bytes) {
@@ -173,6 +178,7 @@ Refusal check_append(const AppendJob& job, int64_t arena_bytes) {
         if (b.append_pages[t] < 0) continue;
         if (b.append_codecs[t] >= CODECS || !usable(job.layouts[b.append_codecs[t]])) return BAD_CODEC;
         if (!page_fits(b.append_pages[t], job.layouts[b.append_codecs[t]], job.layer->layer, arena_bytes)) return BAD_PAGE;
+        if (!residuals_fit(b.append_residuals, t, job.layouts[b.append_codecs[t]], job.layer->layer, arena_bytes)) return BAD_PAGE;
         if (b.append_rows[t] < 0 || b.append_rows[t] >= PAGE) return BAD_ROW;
     }
     return OK;
@@ -193,8 +199,13 @@ Refusal check_attend(const AttendJob& job, int64_t arena_bytes) {
         if (rows == 0) continue;
         for (int64_t p = oldest_page(job, s); p * PAGE < length; p++) {
             const int codec = b.page_codecs[(int64_t)s * b.max_pages + p];
-            if (codec >= CODECS || !usable(job.layouts[codec]) || (job.layouts[codec].k_bits == 16) != job.raw) return BAD_CODEC;
-            if (!page_fits(b.block_table[(int64_t)s * b.max_pages + p], job.layouts[codec], job.layer->layer, arena_bytes)) return BAD_PAGE;
+            if (codec >= CODECS || !usable(job.layouts[codec]) || (job.layouts[codec].k_bits == 16) != job.raw ||
+                (job.layouts[codec].residual_layer_bytes > 0) != job.residuals)
+                return BAD_CODEC;
+            const int64_t entry = (int64_t)s * b.max_pages + p;
+            if (!page_fits(b.block_table[entry], job.layouts[codec], job.layer->layer, arena_bytes)) return BAD_PAGE;
+            const bool is_young = p == 0 || length - rows < (p + 1) * PAGE + YOUNG;
+            if (is_young && !residuals_fit(b.residuals, entry, job.layouts[codec], job.layer->layer, arena_bytes)) return BAD_PAGE;
         }
     }
     return OK;
@@ -227,6 +238,7 @@ void derive(AttendJob& job, const RwLayout& l) {
     job.k_dim = l.k_dim;
     job.group = l.group;
     job.raw = l.k_bits == 16;
+    job.residuals = l.residual_layer_bytes > 0;
     job.k_groups = job.raw ? 0 : (l.k_dim + l.group - 1) / l.group;
     job.k_padded = job.raw ? round_up(l.k_dim, 16) : job.k_groups * l.group;
     job.v_dim = job.layer->k_prefix ? job.layer->k_prefix : l.v_dim;
@@ -344,7 +356,7 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 3; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 4; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
 

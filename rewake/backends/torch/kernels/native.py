@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
 ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
-VERSION = 3  # of the interface to the library
+VERSION = 4  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
@@ -43,6 +44,7 @@ class _Layout(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kv_heads", "k_dim", "v_dim", "group", "k_bits", "v_bits")),
         *((name, c_int64) for name in ("page_bytes", "layer_bytes", "k_scales", "k_biases", "v_codes", "v_scales", "v_biases")),
+        *((name, c_int64) for name in ("residual_layer_bytes", "v_residuals")),
     )
 
 
@@ -51,6 +53,8 @@ class _Batch(Structure):
         *((n, c_void_p) for n in ("block_table", "page_codecs", "query_starts", "kv_lengths")),
         *((n, c_void_p) for n in ("append_pages", "append_rows", "append_codecs")),
         *((name, c_int32) for name in ("seqs", "max_pages", "tokens")),
+        ("residuals", c_void_p),
+        ("append_residuals", c_void_p),
     )
 
 
@@ -234,8 +238,17 @@ def _native_layouts(layouts: Mapping[int, PageLayout]) -> ctypes.Array[_Layout]:
             offsets.get("v.codes", offsets.get("v.values", 0)),
             offsets.get("v.scales", 0),
             offsets.get("v.biases", 0),
+            *residual_places(layout),
         )
     return table
+
+
+def residual_places(layout: PageLayout) -> tuple[int, int]:
+    """Bytes of a layer's residuals, and where V's are among them."""
+    if not layout.codec.residual_bits:
+        return 0, 0
+    residuals = replace(layout, residuals=True)
+    return residuals.layer_bytes, next((at for layer, field, at in residuals.arrays() if field.name == "v.residuals"), 0)
 
 
 def _batch_of(batch: RaggedBatch) -> _Batch:
@@ -258,10 +271,13 @@ def _native_batch(batch: RaggedBatch) -> _Batch:
         "append_rows": ((tokens,), torch.int32),
         "append_codecs": ((tokens,), torch.uint8),
     }
+    if batch.residual_table is not None:
+        expected |= {"residual_table": ((seqs, max_pages), torch.int64), "append_residuals": ((tokens,), torch.int64)}
     for name, (shape, dtype) in expected.items():
         x = getattr(batch, name)
         assert x.shape == shape and x.dtype is dtype and x.is_contiguous() and x.device.type == "cpu", name
-    return _Batch(*(getattr(batch, name).data_ptr() for name in expected), seqs, max_pages, tokens)
+    addresses = [getattr(batch, name).data_ptr() for name in expected]
+    return _Batch(*addresses[:7], seqs, max_pages, tokens, *addresses[7:])
 
 
 def layer_of(layer: LayerAttention, layout: PageLayout) -> Layer:

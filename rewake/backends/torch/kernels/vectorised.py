@@ -6,16 +6,17 @@ kv_heads x context x (k_dim + v_dim) values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
-from rewake.quant import PAGE_TOKENS, Field, PageLayout, hadamard
+from rewake.quant import PAGE_TOKENS, YOUNG_TOKENS, Field, PageLayout, hadamard
 
-__all__ = ["VectorisedKernels", "decode", "encode"]
+__all__ = ["VectorisedKernels", "decode", "decode_refined", "encode", "encode_residual"]
 
 
 class VectorisedKernels:
@@ -40,25 +41,50 @@ class VectorisedKernels:
                     where.put(arena, fields[0], x.to(torch.bfloat16))
                     continue
                 bits = layout.codec.k_bits if name == "k" else layout.codec.v_bits
-                for field, coded in zip(fields, encode(x.float(), bits, layout.group_size), strict=True):
+                arrays = encode(x.float(), bits, layout.group_size)
+                for field, coded in zip(fields, arrays, strict=True):
                     where.put(arena, field, coded)
+                if layout.codec.residual_bits:
+                    assert batch.append_residuals is not None
+                    refined = replace(layout, residuals=True)
+                    over = Places(refined, layer.layer, batch.append_residuals[rows], batch.append_rows[rows])
+                    field = next(f for f in refined.fields if f.name.startswith(name))
+                    over.put(arena, field, encode_residual(x.float(), *arrays, layout.group_size))
 
     def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
         starts = batch.query_starts.tolist()
         outputs = [q.new_empty(0, q.shape[1], layer.v_dim or next(iter(layouts.values())).v_dim)]
         for i, length in enumerate(batch.kv_lengths.tolist()):
             mine = q[starts[i] : starts[i + 1]]
-            if len(mine) == 0:
-                continue
-            oldest = max(0, length - len(mine) - layer.window + 1) // PAGE_TOKENS if layer.window else 0  # those before may be gone
-            pages = batch.block_table[i, oldest : -(-length // PAGE_TOKENS)].tolist()
-            codecs = batch.page_codecs[i, oldest : oldest + len(pages)].tolist()
-            k, v = (x[:, : length - oldest * PAGE_TOKENS] for x in read_pages(arena, layouts, layer.layer, pages, codecs))
-            rotated = layouts[codecs[0]].codec.k_bits < 16
-            if layer.v_is_k_prefix:
-                v = prefix_of(k, rotated, layer)
-            outputs.append(attention(rotate(mine) if rotated else mine, mine, k.to(q.dtype), v.to(q.dtype), rotated, layer))
+            first = length - len(mine)
+            for start, end in seeing_alike(first, length, layouts):
+                oldest = max(0, start - layer.window + 1) // PAGE_TOKENS if layer.window else 0  # those before may be gone
+                numbers = range(oldest, -(-end // PAGE_TOKENS))
+                pages = [self._page(batch, i, page, start) for page in numbers]
+                k, v = (x[:, : end - oldest * PAGE_TOKENS] for x in read_pages(arena, layouts, layer.layer, pages))
+                rotated = layouts[pages[0][1]].codec.k_bits < 16
+                if layer.v_is_k_prefix:
+                    v = prefix_of(k, rotated, layer)
+                part = mine[start - first : end - first]
+                outputs.append(attention(rotate(part) if rotated else part, part, k.to(q.dtype), v.to(q.dtype), rotated, layer))
         return torch.cat(outputs)
+
+    def _page(self, batch: RaggedBatch, seq: int, page: int, position: int) -> tuple[int, int, int | None]:
+        """Where a page is, its codec, and where its residuals are if a query at `position` sees them."""
+        table, is_young = batch.residual_table, page == 0 or position < (page + 1) * PAGE_TOKENS + YOUNG_TOKENS
+        residuals = int(table[seq, page]) if table is not None and is_young else None
+        return int(batch.block_table[seq, page]), int(batch.page_codecs[seq, page]), residuals
+
+
+def seeing_alike(start: int, end: int, layouts: Mapping[int, PageLayout]) -> Iterator[tuple[int, int]]:
+    """Runs of positions that see the same pages with their residuals."""
+    settling: Iterable[int] = ()
+    if any(layout.codec.residual_bits for layout in layouts.values()):
+        settling = (p for p in range(YOUNG_TOKENS, end, PAGE_TOKENS) if p > start)
+    for at in (*settling, end):
+        if at > start:
+            yield start, at
+        start = at
 
 
 def prefix_of(k: Tensor, rotated: bool, layer: LayerAttention) -> Tensor:
@@ -118,21 +144,62 @@ def encode(x: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tenso
     return (codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes), scales, biases
 
 
+def encode_residual(x: Tensor, codes: Tensor, scales: Tensor, biases: Tensor, group_size: int) -> Tensor:
+    """As `rewake.quant.encode_residual`, bit for bit: bytes [..., padded / 2]."""
+    dim = x.shape[-1]
+    padding = scales.shape[-1] * group_size - dim
+    grouped = torch.cat([x, x.new_zeros(*x.shape[:-1], padding)], -1).reshape(*x.shape[:-1], -1, group_size)
+    step = torch.where(scales > 0, scales.float(), math.inf)[..., None]
+    steps = (grouped - biases.float()[..., None]) / step
+    over = (steps - nibbles(codes).reshape(grouped.shape).float()) + 0.5
+    found = (over * 16).floor().clamp(0, 15).to(torch.uint8).flatten(-2)
+    found[..., dim:] = 0
+    return found[..., 0::2] | (found[..., 1::2] << 4)
+
+
+def decode_refined(codes: Tensor, residuals: Tensor, scales: Tensor, biases: Tensor, group_size: int, dim: int) -> Tensor:
+    """As `rewake.quant.decode_refined`."""
+    whole = (nibbles(codes).int() * 16 + nibbles(residuals)).reshape(*codes.shape[:-1], -1, group_size)
+    scale = scales.float()[..., None]
+    x: Tensor = whole.float() * (scale / 16) + (biases.float()[..., None] - scale * 0.46875)
+    return x.flatten(-2)[..., :dim]
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
 def decode(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dim: int) -> Tensor:
     """The inverse: float32 [..., dim]."""
     if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+        codes = nibbles(codes)
     grouped = codes.reshape(*codes.shape[:-1], -1, group_size).float()
     x: Tensor = grouped * scales.float()[..., None] + biases.float()[..., None]
     return x.flatten(-2)[..., :dim]
 
 
-def read_pages(arena: Tensor, layouts: Mapping[int, PageLayout], layer: int, pages: list[int], codecs: list[int]) -> tuple[Tensor, Tensor]:
+def read_pages(
+    arena: Tensor, layouts: Mapping[int, PageLayout], layer: int, pages: list[tuple[int, int, int | None]]
+) -> tuple[Tensor, Tensor]:
     """Decoded K and V of whole pages: [kv_heads, pages * 256, dim] each; K still rotated."""
-    if len(set(codecs)) > 1:
-        parts = [read_pages(arena, layouts, layer, [page], [codec]) for page, codec in zip(pages, codecs, strict=True)]
+    if len({(codec, residuals is None) for _, codec, residuals in pages}) > 1:
+        parts = [read_pages(arena, layouts, layer, [page]) for page in pages]
         return torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1)
-    layout = layouts[codecs[0]]
+    layout = layouts[pages[0][1]]
+    arrays = read_fields(arena, layout, layer, [at for at, _, _ in pages])
+    over: list[Tensor | None] = [None, None]
+    if pages[0][2] is not None:
+        over[: len(arrays) // 3] = read_fields(arena, replace(layout, residuals=True), layer, [at for _, _, at in pages if at is not None])
+    split = 1 if layout.codec.k_bits == 16 else 3
+    k = unpack(arrays[:split], over[0], layout.codec.k_bits, layout.group_size, layout.k_dim)
+    if layout.v_dim == 0:
+        return k.transpose(0, 1).flatten(1, 2), k.new_empty(layout.kv_heads, len(pages) * PAGE_TOKENS, 0)
+    v = unpack(arrays[split:], over[1], layout.codec.v_bits, layout.group_size, layout.v_dim)
+    return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+
+
+def read_fields(arena: Tensor, layout: PageLayout, layer: int, pages: list[int]) -> list[Tensor]:
+    """The layer's arrays, [pages, kv_heads, 256, bytes or bfloat16 values] each."""
     size = layout.layer_bytes
     raw = torch.stack([arena[page + layer * size : page + (layer + 1) * size] for page in pages])
     arrays, at = [], 0
@@ -140,15 +207,12 @@ def read_pages(arena: Tensor, layouts: Mapping[int, PageLayout], layer: int, pag
         part = raw[:, at : at + layout.field_bytes(field)].reshape(len(pages), layout.kv_heads, PAGE_TOKENS, -1)
         arrays.append(part if field.dtype == "U32" else part.contiguous().view(torch.bfloat16))
         at += layout.field_bytes(field)
-    split = 1 if layout.codec.k_bits == 16 else 3
-    k = unpack(arrays[:split], layout.codec.k_bits, layout.group_size, layout.k_dim)
-    if layout.v_dim == 0:
-        return k.transpose(0, 1).flatten(1, 2), k.new_empty(layout.kv_heads, len(pages) * PAGE_TOKENS, 0)
-    v = unpack(arrays[split:], layout.codec.v_bits, layout.group_size, layout.v_dim)
-    return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+    return arrays
 
 
-def unpack(arrays: list[Tensor], bits: int, group_size: int, dim: int) -> Tensor:
+def unpack(arrays: list[Tensor], residuals: Tensor | None, bits: int, group_size: int, dim: int) -> Tensor:
+    if residuals is not None:
+        return decode_refined(arrays[0], residuals, arrays[1], arrays[2], group_size, dim)
     return arrays[0] if bits == 16 else decode(arrays[0], arrays[1], arrays[2], bits, group_size, dim)
 
 
