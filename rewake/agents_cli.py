@@ -10,7 +10,7 @@ from rewake.client import Client
 from rewake.config import Config, add_flags
 from rewake.terminal import count, duration, parse_duration, say, size, when
 
-__all__ = ["SERVER_FLAGS", "add_agents", "connect"]
+__all__ = ["SERVER_FLAGS", "add_agents", "add_model", "connect"]
 
 SERVER_FLAGS = {"host": "address of the server to talk to", "port": "port of the server to talk to"}
 
@@ -18,9 +18,14 @@ Flags = dict[str, Any]
 Verb = Callable[[Client, Flags], None]
 
 
-def connect(config: Config) -> Client:
+def connect(config: Config, flags: Flags) -> Client:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return Client(f"http://{host}:{config.port}")
+    return Client(f"http://{host}:{config.port}", flags["of_model"])
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Not a setting: the server's first model is the default, whatever is configured here."""
+    parser.add_argument("--model", dest="of_model", metavar="NAME", help="one of the models that the server runs (its first)")
 
 
 def add_agents(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +38,7 @@ def add_agents(parser: argparse.ArgumentParser) -> None:
         if agent:
             made.add_argument("agent", metavar="NAME")
         add_flags(made, tuple(SERVER_FLAGS), SERVER_FLAGS)
+        add_model(made)
         return made
 
     verb("ls", ls, "list all agents", agent=False)
@@ -65,7 +71,7 @@ def add_length(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def run_verb(verb: Verb, config: Config, flags: Flags) -> int:
-    with connect(config) as client:
+    with connect(config, flags) as client:
         verb(client, flags)
     return 0
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from rewake.cache import models_path
 from rewake.errors import ModelError
-from rewake.models import models_path
 from rewake.quant import AUTO_ORDER
 
 __all__ = ["SHIPPED", "Calibration", "Loss", "choose", "find", "folder"]

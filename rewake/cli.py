@@ -1,4 +1,4 @@
-"""The command line: serve, pull, calibrate, chat, agents, keys, play, doctor, replay."""
+"""The command line: serve, pull, models, calibrate, chat, agents, keys, play, doctor, replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from rewake.agents_cli import SERVER_FLAGS, add_agents, connect
+from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
 from rewake.errors import ConfigError, NotFound, RewakeError
@@ -66,13 +66,16 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     command("serve", serve, "serve the OpenAI protocol on this machine")
-    command("pull", pull, "fetch a model, and convert it if need be", ("model",))
+    pull_parser = command("pull", pull, "fetch models as they are now, and convert them if need be", ("model",))
+    pull_parser.add_argument("names", nargs="*", metavar="MODEL", help="as for --model")
+    command("models", list_models, "list the models that are on this machine", ("log_level",))
     about = "measure a model: centre its keys, so that they lose less in few bits, and tell what each codec loses"
     calibrate_parser = command("calibrate", calibrate, about, ("model", "weights", "threads", "kv_loss"))
     calibrate_parser.add_argument("--text", type=Path, metavar="FILE", help="what to measure on (text the model itself writes)")
     calibrate_parser.add_argument("--again", action="store_true", help="even if it was done before")
     chat_parser = command("chat", chat, "talk to an agent of a running server", tuple(SERVER_FLAGS), SERVER_FLAGS)
     chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
+    add_model(chat_parser)
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
     about = "make, list, limit, rotate or revoke the API keys of a server"
@@ -85,25 +88,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def serve(config: Config, _: dict[str, Any]) -> int:
-    from rewake.api.app import model_id
     from rewake.api.auth import Access
     from rewake.api.server import listen, run
-    from rewake.service import open_service
+    from rewake.services import Services
 
     access = Access(config)
     with listen(config) as socket:  # first: a port that is taken is no reason to load a model
         say(f"Loading {config.model} ...")
-        service = open_service(config)
+        services = Services(config)
         try:
+            service = services.loaded[services.default]
             for key, value in service.backend.describe().items():
                 say(f"{key:8} {value}")
-            say(f"{'memory':8} {budget(service.backend.planes, config.memory)}")
+            say(f"{'memory':8} {budget(service.backend.planes, service.config.memory)}")
+            if more := services.names[1:]:
+                say(f"{'models':8} {', '.join(more)} when asked for; {services.max_loaded} loaded at once, {size(config.memory)} for all")
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
-            say(f"Serving {model_id(service)} on http://{config.host}:{config.port}/v1")
-            run(service, socket, access)
+            del service  # it may be unloaded
+            say(f"Serving {', '.join(services.names)} on http://{config.host}:{config.port}/v1")
+            run(services, socket, access)
         finally:
-            service.close()
+            services.close()
     return 0
 
 
@@ -115,10 +121,25 @@ def budget(planes: PagePlanes, memory: int) -> str:
     return f"{size(memory)}: {slots} pages of 256 tokens, {size(planes.page_bytes)} each ({slots * 256} tokens)"
 
 
-def pull(config: Config, _: dict[str, Any]) -> int:
-    from rewake.models import resolve
+def pull(config: Config, flags: dict[str, Any]) -> int:
+    from rewake.models import pull
 
-    say(str(resolve(config.model)))
+    for name in flags["names"] or config.models:
+        say(str(pull(name)))
+    return 0
+
+
+def list_models(config: Config, _: dict[str, Any]) -> int:
+    from rewake.cache import models_path
+    from rewake.models import WHEELS, kept
+
+    there = kept()
+    for name, folder in there:
+        taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        say(f"{name or '(a local GGUF file)':40} {size(taken):>10}  {folder}")
+    for name in sorted(set(WHEELS) - {name for name, _ in there}):
+        say(f"{name:40} {'':>10}  not fetched yet")
+    say(f"They are kept in {models_path()} (REWAKE_MODELS); --model also takes folders, .gguf files and org/name from the Hub.")
     return 0
 
 
@@ -221,7 +242,7 @@ def replay_recording(config: Config, flags: dict[str, Any]) -> int:
 
 
 def chat(config: Config, flags: dict[str, Any]) -> int:
-    with connect(config) as client:
+    with connect(config, flags) as client:
         model, agent = client.model(), flags["agent"]
         say(f"You talk to {agent} ({model}). An empty line ends it.")
         say(remembered(client, agent))

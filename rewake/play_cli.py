@@ -48,15 +48,15 @@ def server(config: Config, url: str | None) -> Iterator[str]:
         yield url
         return
     from rewake.api.server import in_background
-    from rewake.service import open_service
+    from rewake.services import Services
 
     say(f"Loading {config.model} ...")
-    service = open_service(replace(config, log_level="warning"))
+    services = Services(replace(config, log_level="warning"))
     try:
-        with in_background(service) as at:
+        with in_background(services) as at:
             yield at
     finally:
-        service.close()
+        services.close()
 
 
 class Screen:

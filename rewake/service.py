@@ -1,4 +1,4 @@
-"""Puts a configuration's parts together: model, tokenizer, memory, engine. Knows what depends on what."""
+"""Puts a configuration's parts together for one model: model, tokenizer, memory, engine. Knows what depends on what."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rewake.calibration import Calibration, choose, find
 from rewake.config import AUTO, KEY_FILE, Config
 from rewake.engine import Engine
 from rewake.errors import ConfigError
-from rewake.models import resolve
+from rewake.models import label, resolve
 from rewake.planes import PagePlanes
 from rewake.quant import CODINGS, PAGE_TOKENS
 from rewake.replay import Recorder
@@ -24,6 +25,7 @@ from rewake.spec import ModelCacheSpec
 from rewake.store.base import Store
 from rewake.store.crypto import Cipher, find_key
 from rewake.store.directory import FORMAT, MANIFEST, Directory
+from rewake.store.shared import Shared
 from rewake.text.grammar import Grammars
 from rewake.text.tokenizer import Tokenizer
 from rewake.text.transcripts import Transcripts
@@ -87,36 +89,43 @@ def bits(planes: PagePlanes, spec: ModelCacheSpec) -> str:
     return f"{each:.3g}" + (f" (while it is young, {each + young:.3g})" if young else "")
 
 
-def open_store(config: Config, sign: bytes, planes: PagePlanes) -> Store | None:
+def open_store(config: Config, sign: bytes, planes: PagePlanes, shared: Shared | None = None) -> Store | None:
     if not config.persist:
         return None
     cipher = None
     if config.encrypt:
         # a new key could not open memories that are there already
         cipher = Cipher(find_key(os.environ, KEY_FILE, create=not (config.data / MANIFEST).exists()))
-    return Directory(config.data, sign, planes, budget=config.disk, cipher=cipher)
+    return Directory(config.data, sign, planes, budget=config.disk, cipher=cipher, shared=shared, model=label(config.model))
 
 
-def open_service(config: Config) -> Service:
-    """Load everything and start the engine. Raises ModelError, StoreError, or ConfigError for a wrong key or recording."""
+def open_service(config: Config, shared: Shared | None = None) -> Service:
+    """Load everything and start the engine. `shared` is for several models on one directory.
+
+    Raises ModelError, StoreError, or ConfigError for a wrong key or recording.
+    """
     recorder = Recorder(Path(config.record)) if config.record else None
     path = resolve(config.model)
     tokenizer = Tokenizer(path)
     backend = load_backend(config, path)
     sign = signature({**backend.facts(), "tokenizer": tokenizer.digest()})
-    store = open_store(config, sign, backend.planes)
     backend.warm_up()
-    engine = Engine(
-        backend,
-        sign,
-        store,
-        context=config.context,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        chunk=config.chunk,
-        trace=recorder.event if recorder else None,
-        step_trace=recorder.step if recorder else None,
-    ).start()
+    with ExitStack() as stack:
+        store = open_store(config, sign, backend.planes, shared)
+        if store is not None:
+            stack.callback(store.close)
+        engine = Engine(
+            backend,
+            sign,
+            store,
+            context=config.context,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            chunk=config.chunk,
+            trace=recorder.event if recorder else None,
+            step_trace=recorder.step if recorder else None,
+        ).start()
+        stack.pop_all()
     stops = tokenizer.stop_ids(path)
     grammars = Grammars(tokenizer, backend.spec.vocab_size, stops)
     return Service(config, path, backend, tokenizer, Transcripts(tokenizer), engine, stops, grammars)

@@ -142,7 +142,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise ModelError("encoder-decoder models are not supported")
     for rope_type in rope_types(config.get("rope_parameters") or config.get("rope_scaling") or {}):
-        if rope_type in ("dynamic", "longrope"):
+        if rope_type == "dynamic":
             raise ModelError(
                 f"rope type {rope_type!r} depends on the longest sequence in the batch: an agent's cache would depend on strangers"
             )

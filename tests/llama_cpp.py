@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rewake.models import models_path
+from rewake.cache import models_path
 
 __all__ = ["real_template", "real_vocabulary"]
 

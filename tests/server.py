@@ -16,12 +16,19 @@ from typing import Any
 import httpx
 
 from rewake.models import DEFAULT_MODEL
+from rewake.service import Service
+from rewake.services import Services
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def only(service: Service) -> Services:
+    """One that a test has opened, as a server has it; the test closes it."""
+    return Services(service.config, lambda *_: service)
 
 
 class ServerProcess:

@@ -72,3 +72,19 @@ def test_unknown_settings_in_the_file_are_refused(tmp_path: Path) -> None:
     file.write_text("ports = 1\n")
     with pytest.raises(ConfigError, match="unknown settings ports"):
         load_config({}, {}, file)
+
+
+def test_several_models_are_named_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('model = ["a", "org/b:c.gguf"]\n')
+    assert load_config({}, {}, file).models == ("a", "org/b:c.gguf")
+    assert load_config({}, {"REWAKE_MODEL": "d, e"}, file).models == ("d", "e")
+    assert load_config({"model": ["f", "g", "h"]}, {"REWAKE_MODEL": "d"}, file).models == ("f", "g", "h")
+    assert load_config({"model": "f"}, {}, file).models == ("f",)
+    (tmp_path / "x,y").mkdir()
+    assert load_config({}, {"REWAKE_MODEL": str(tmp_path / "x,y")}, file).models == (str(tmp_path / "x,y"),)
+    for wrong in ({"REWAKE_MODEL": "a,,b"}, {"REWAKE_MODEL": ""}):
+        with pytest.raises(ConfigError, match="a name is missing"):
+            load_config({}, wrong, tmp_path / "none")
+    with pytest.raises(ConfigError, match="--record is for one model"):
+        load_config({"model": ["a", "b"], "record": "r"}, {}, tmp_path / "none")

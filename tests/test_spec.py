@@ -44,7 +44,7 @@ def test_a_context_takes_whole_pages() -> None:
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
-        ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "longrope"),
+        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "dynamic"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_attention_heads": None}, "num_attention_heads"),
     ],

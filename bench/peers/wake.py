@@ -98,9 +98,11 @@ def serving(service: Any) -> Iterator[str]:
     import uvicorn
 
     from rewake.api.app import create_app
+    from rewake.services import Services
 
+    services = Services(service.config, lambda *_: service)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(create_app(services), log_level="warning"))
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -1,5 +1,7 @@
 """Agents over HTTP: create, list, show, pin, fork, rewind, wake, cancel, export, import, forget.
 
+An agent is of one model: the one that the query names (`?model=NAME`), else the server's first.
+
 An id may hold slashes, so what is done to an agent stands behind it: `POST /v1/agents/{agent}/fork` forks `agent`, one
 called `x/fork` too.
 """
@@ -8,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
@@ -22,10 +24,12 @@ from starlette.types import Receive, Scope, Send
 from rewake.api.auth import caller, namespace
 from rewake.api.fields import Strict
 from rewake.api.generation import MOST_AGENT_ID, Generator, check_agent_id
-from rewake.api.verbs import done, on_engine, report_of
+from rewake.api.verbs import done, on_engine, on_loaded, report_of
 from rewake.errors import BodyTooLarge, InternalError, InvalidRequest
 from rewake.memory.agents import Agents, AgentSummary
 from rewake.memory.portable import read_portable
+from rewake.service import Service
+from rewake.services import Services
 
 __all__ = ["router"]
 
@@ -76,6 +80,7 @@ class Nothing(Strict):
 
 class Import(Strict):
     agent: AgentId | None = None
+    model: str | None = None
 
 
 class AgentList(Strict):
@@ -135,12 +140,13 @@ async def receive_file(request: Request, path: Path, most: int) -> None:
 
 
 class Verbs:
-    """What is done to agents, awaited."""
+    """What is done to agents of one model, awaited."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, service: Service, model: str) -> None:
         self.generator = generator
-        self.service = generator.service
-        self.engine = generator.service.engine
+        self.service = service
+        self.engine = service.engine
+        self.recent = generator.recent[model]
 
     @property
     def agents(self) -> Agents:
@@ -157,7 +163,7 @@ class Verbs:
 
     async def changed(self, agent: str) -> AgentSummary:
         """The summary of one whose transcripts are others now: its texts are learnt again when they are needed."""
-        await self.generator.forget(agent)
+        await self.generator.forget(self.service, agent)
         return await self.summary(agent)
 
     async def done(self, verb: Callable[..., None], *arguments: Any, **fields: Any) -> None:
@@ -168,14 +174,10 @@ class Verbs:
     async def forget(self, agent: str) -> None:
         space = namespace()
         error: Exception | None = await report_of(self.engine, lambda told: self.agents.forget(space, agent, told))
-        await self.generator.forget(agent)
-        self.generator.recent.forget(space, agent)
+        await self.generator.forget(self.service, agent)
+        self.recent.forget(space, agent)
         if error is not None:
             raise InternalError(f"the agent is gone from memory, but not from disk, and will be back after a restart: {error}")
-
-    async def cancel(self, agent: str) -> int:
-        space = namespace()
-        return await on_engine(self.engine, lambda: self.engine.cancel_agent(space, agent))
 
     async def wake(self, agent: str) -> int:
         space = namespace()
@@ -190,43 +192,52 @@ class Verbs:
         return agent
 
 
-def router(generator: Generator) -> APIRouter:
+async def verbs_of(request: Request, model: str | None = None) -> AsyncIterator[Verbs]:
+    """For one request, during which the model stays loaded."""
+    generator: Generator = request.app.state.generator
+    async with generator.using(model) as service:
+        yield Verbs(generator, service, generator.services.find(model))
+
+
+Asked = Annotated[Verbs, Depends(verbs_of)]
+
+
+def router() -> APIRouter:
     routes = APIRouter(prefix="/v1/agents")
-    verbs = Verbs(generator)
     for add in (add_records, add_files, add_transcripts):
-        add(routes, verbs)
+        add(routes)
     return routes
 
 
-def add_records(routes: APIRouter, verbs: Verbs) -> None:
+def add_records(routes: APIRouter) -> None:
     @routes.get("")
-    async def list_agents() -> AgentList:
+    async def list_agents(verbs: Asked) -> AgentList:
         return AgentList(data=await verbs.listed())
 
     @routes.post("", status_code=201)
-    async def create(body: Create) -> AgentSummary:
+    async def create(body: Create, verbs: Asked) -> AgentSummary:
         await verbs.done(Agents.create, checked(body.agent), pinned=body.pinned, ttl=body.ttl)
         return await verbs.changed(body.agent)
 
     @routes.get("/{agent:path}")
-    async def show(agent: AgentId) -> AgentSummary:
+    async def show(agent: AgentId, verbs: Asked) -> AgentSummary:
         return await verbs.summary(checked(agent))
 
     @routes.patch("/{agent:path}")
-    async def update(agent: AgentId, body: Update) -> AgentSummary:
+    async def update(agent: AgentId, body: Update, verbs: Asked) -> AgentSummary:
         await verbs.done(Agents.update, checked(agent), **body.changes())
         return await verbs.summary(agent)
 
     @routes.delete("/{agent:path}")
-    async def forget(agent: AgentId) -> Forgotten:
+    async def forget(agent: AgentId, verbs: Asked) -> Forgotten:
         """Answers when the files are gone."""
         await verbs.forget(checked(agent))
         return Forgotten(agent=agent)
 
 
-def add_files(routes: APIRouter, verbs: Verbs) -> None:
+def add_files(routes: APIRouter) -> None:
     @routes.post("/import", status_code=201, openapi_extra=FILE)
-    async def take_in(request: Request, query: Annotated[Import, Query()]) -> AgentSummary:
+    async def take_in(request: Request, query: Annotated[Import, Query()], verbs: Asked) -> AgentSummary:
         """The body is a file that `export` wrote; the agent is called as in it, unless another name is given."""
         name = None if query.agent is None else checked(query.agent)
         with TemporaryDirectory(prefix="rewake-import-") as folder:
@@ -235,32 +246,36 @@ def add_files(routes: APIRouter, verbs: Verbs) -> None:
             return await verbs.changed(await verbs.take_in(path, name))
 
     @routes.post("/{agent:path}/export", response_class=Exported, status_code=200)
-    async def export(agent: AgentId, nothing: Nothing | None = None) -> Exported:
+    async def export(agent: AgentId, verbs: Asked, nothing: Nothing | None = None) -> Exported:
         with ExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory(prefix="rewake-export-"))) / "agent.tar"
             await verbs.done(Agents.export, checked(agent), path)
             return Exported(path, file_name(agent), stack.pop_all())
 
 
-def add_transcripts(routes: APIRouter, verbs: Verbs) -> None:
+def add_transcripts(routes: APIRouter) -> None:
     @routes.post("/{agent:path}/fork", status_code=201)
-    async def fork(agent: AgentId, body: Fork) -> AgentSummary:
+    async def fork(agent: AgentId, body: Fork, verbs: Asked) -> AgentSummary:
         await verbs.done(Agents.fork, checked(agent), checked(body.to, "to"), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(body.to)
 
     @routes.post("/{agent:path}/rewind")
-    async def rewind(agent: AgentId, body: Rewind) -> AgentSummary:
+    async def rewind(agent: AgentId, body: Rewind, verbs: Asked) -> AgentSummary:
         body.check()
         await verbs.done(Agents.rewind, checked(agent), tokens=body.tokens, turn=body.turn)
         return await verbs.changed(agent)
 
     @routes.post("/{agent:path}/cancel")
-    async def cancel(agent: AgentId, nothing: Nothing | None = None) -> Cancelled:
+    async def cancel(request: Request, agent: AgentId, model: str | None = None, nothing: Nothing | None = None) -> Cancelled:
         """Stop what the agent is asked, within a step; what was computed is remembered. Whoever asked gets an error."""
-        return Cancelled(agent=agent, cancelled=await verbs.cancel(checked(agent)))
+        services: Services = request.app.state.generator.services
+        space, name = namespace(), checked(agent)
+        # a model that is about to be unloaded has something at work, too; one that is not loaded has not
+        cancelled = await on_loaded(services, services.find(model), lambda engine: engine.cancel_agent(space, name))
+        return Cancelled(agent=agent, cancelled=cancelled or 0)
 
     @routes.post("/{agent:path}/wake")
-    async def wake(agent: AgentId, nothing: Nothing | None = None) -> Woken:
+    async def wake(agent: AgentId, verbs: Asked, nothing: Nothing | None = None) -> Woken:
         """A hint that the agent's next turn is near. As much of it is read as there is room for."""
         num_loaded = await verbs.wake(checked(agent))
         return Woken(agent=agent, loaded_pages=num_loaded, state=(await verbs.summary(agent)).state)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from rewake.api.anthropic_fields import CountRequest, MessagesRequest
 from rewake.api.generation import Generation, Generator, check_agent_id
-from rewake.api.streams import AgentHeader, Whole, asker, check_model, collect, done_of, event_stream, parts_of, sse
+from rewake.api.streams import AgentHeader, Whole, asker, collect, done_of, event_stream, parts_of, sse
 from rewake.errors import RequestError
 from rewake.text.answer import Piece, Said, Thought
 from rewake.text.tools import Call
@@ -68,7 +68,7 @@ class Message:
         if isinstance(piece, Thought):
             return {"type": "thinking", "thinking": piece.text, "signature": ""}
         self.num_calls += 1
-        dialect = self.generation.service.tokenizer.dialect
+        dialect = self.generation.tokenizer.dialect
         assert dialect is not None
         return {"type": "tool_use", "id": piece.id or dialect.call_id(), "name": piece.name, "input": json.loads(piece.arguments)}
 
@@ -161,13 +161,13 @@ async def stream(message: Message) -> AsyncIterator[str]:
         message.generation.cancel()
 
 
-def router(generator: Generator, model: str) -> APIRouter:
-    """The routes, for one model. Keys, versions and betas are headers that ask for nothing here."""
+def router(generator: Generator) -> APIRouter:
+    """The routes. Keys, versions and betas are headers that ask for nothing here."""
     routes = APIRouter(prefix=PATH)
 
     @routes.post("", response_model=None)
     async def create(body: MessagesRequest, request: Request, x_agent_id: AgentHeader = None) -> JSONResponse | StreamingResponse:
-        check_model(body.model, model)
+        model = generator.services.find(body.model)
         agent = check_agent_id(asker(x_agent_id, body.agent_id))
         (generation,) = await generator.start(body.ask(agent))
         message = Message(generation, model, agent)
@@ -178,8 +178,8 @@ def router(generator: Generator, model: str) -> APIRouter:
 
     @routes.post("/count_tokens")
     async def count(body: CountRequest, x_agent_id: AgentHeader = None) -> Json:
-        check_model(body.model, model)
+        generator.services.find(body.model)
         agent = check_agent_id(asker(x_agent_id, body.agent_id))
-        return {"input_tokens": len((await generator.tokenise(body.ask(agent))).ids)}
+        return {"input_tokens": await generator.count(body.ask(agent))}
 
     return routes

@@ -197,7 +197,7 @@ class CountRequest(Strict):
 
     def ask(self, agent: str | None) -> Ask:
         tools, choice = self.called()
-        return Ask(self.chat(), agent, Sampling(), None, tools=tools, choice=choice)
+        return Ask(self.chat(), agent, Sampling(), None, tools=tools, choice=choice, model=self.model)
 
     def called(self) -> tuple[tuple[Tool, ...], Choice]:
         """The tools that may be called, and whether they must be."""
@@ -238,4 +238,14 @@ class MessagesRequest(CountRequest):
         form = self.output_config.form() if self.output_config is not None else None
         if form is not None and tools and choice.mode != "none":
             raise InvalidRequest("an answer has this form, or uses tools: set tool_choice to none", param="output_config.format")
-        return Ask(self.chat(), agent, sampling, self.max_tokens, stop=stops(self.stop_sequences), tools=tools, choice=choice, form=form)
+        return Ask(
+            self.chat(),
+            agent,
+            sampling,
+            self.max_tokens,
+            stop=stops(self.stop_sequences),
+            tools=tools,
+            choice=choice,
+            form=form,
+            model=self.model,
+        )

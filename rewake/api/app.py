@@ -19,18 +19,12 @@ from rewake.api.auth import Access
 from rewake.api.document import describe_all
 from rewake.api.gate import Gate
 from rewake.api.generation import Generator
-from rewake.api.verbs import on_engine
+from rewake.api.verbs import on_loaded
 from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
 from rewake.memory.memory import AgentMemory
-from rewake.service import Service
+from rewake.services import Services
 
-__all__ = ["create_app", "model_id"]
-
-
-def model_id(service: Service) -> str:
-    """What clients call the model: its name, without the folders a local one lies in."""
-    name = service.config.model
-    return service.path.resolve().name if name.startswith((".", "/", "~")) else name
+__all__ = ["create_app"]
 
 
 class Health(BaseModel):
@@ -40,11 +34,11 @@ class Health(BaseModel):
 HEALTH: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
 
 
-def create_app(service: Service, access: Access | None = None) -> ASGIApp:
+def create_app(services: Services, access: Access | None = None) -> ASGIApp:
     """The routes, behind the gate. Raises ConfigError where `Access` does."""
-    access = access or Access(service.config)
+    access = access or Access(services.config)
     counts: Counter[int] = Counter()
-    gate: ASGIApp = Gate(routes(service, counts), access, error_response, counts)
+    gate: ASGIApp = Gate(routes(services, counts), access, error_response, counts)
     if access.origins:
         gate = CORSMiddleware(
             gate, allow_origins=sorted(access.origins), allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-ID"]
@@ -52,33 +46,33 @@ def create_app(service: Service, access: Access | None = None) -> ASGIApp:
     return gate
 
 
-def routes(service: Service, answers: Counter[int]) -> FastAPI:
+def routes(services: Services, answers: Counter[int]) -> FastAPI:
     app = FastAPI(title="Rewake", version=version("rewake"), docs_url=None, redoc_url=None)
-    generator = Generator(service)
-    app.include_router(openai.router(generator, model_id(service)))
-    app.include_router(anthropic.router(generator, model_id(service)))
-    app.include_router(agents.router(generator))
-    app.include_router(metrics.router(service.engine, answers))
+    app.state.generator = generator = Generator(services)
+    app.include_router(openai.router(generator))
+    app.include_router(anthropic.router(generator))
+    app.include_router(agents.router())
+    app.include_router(metrics.router(services, answers))
     app.include_router(events.router(generator))
     app.include_router(window.router())
 
     @app.get("/health", responses=HEALTH)
     @app.get("/health/ready", responses=HEALTH)
     async def ready() -> JSONResponse:
-        """Whether requests are taken."""
-        reason = service.engine.why_not_ready
+        """Whether requests are taken; one for a model that is not loaded now has it loaded."""
+        reason = services.why_not_ready
         return JSONResponse({"status": reason or "ok"}, 200 if reason is None else 503)
 
     @app.get("/health/live", responses=HEALTH)
     async def live() -> JSONResponse:
         """Whether the process should be left alone; an engine that stays down will not come back by itself."""
-        alive = service.engine.is_alive
+        alive = services.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine does not run"}, 200 if alive else 503)
 
     @app.get("/health/books", responses={200: {"model": Health}, 500: {"model": Health}})
     async def books() -> JSONResponse:
-        """Whether all slots, references and reservations of the memory add up: 500, and what does not, if not."""
-        wrong = await on_engine(service.engine, lambda: discrepancy(service.engine.memory))
+        """Whether all slots, references and reservations of each loaded model's memory add up: 500, and what does not, if not."""
+        wrong = await discrepancies(services)
         return JSONResponse({"status": wrong or "ok"}, 200 if wrong is None else 500)
 
     @app.exception_handler(RequestError)
@@ -99,7 +93,7 @@ def routes(service: Service, answers: Counter[int]) -> FastAPI:
         told = known(f"{request.method} {request.url.path}: {error.detail}")
         return JSONResponse(error_body(request.url.path, told), error.status_code, error.headers)
 
-    describe_all(app, lambda: [model_id(service)])
+    describe_all(app, lambda: services.names)
     return app
 
 
@@ -115,6 +109,13 @@ def error_response(path: str, error: RequestError) -> JSONResponse:
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
     """In the form of the protocol that is spoken at `path`."""
     return anthropic.error_body(error) if path.startswith(anthropic.PATH) else openai.error_body(error)
+
+
+async def discrepancies(services: Services) -> str | None:
+    """What does not add up, and of which model where there are several."""
+    found = {name: await on_loaded(services, name, lambda engine: discrepancy(engine.memory)) for name in services.names}
+    wrong = {name: what for name, what in found.items() if what is not None}
+    return "; ".join(f"{name}: {what}" if len(found) > 1 else what for name, what in wrong.items()) or None
 
 
 def discrepancy(memory: AgentMemory) -> str | None:

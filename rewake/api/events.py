@@ -1,7 +1,8 @@
 """What a window shows: agents, the batch and the budgets, as they are now; and what an agent remembers, as messages.
 
 Snapshots are taken on the engine's thread between two steps, at most so often that they take a twentieth of its time, and only while
-somebody looks. Everybody sees their own namespace, and nothing of others.
+somebody looks. Everybody sees their own namespace, and nothing of others. They are of one model, the server's first unless another one
+is named; to look at it neither loads it nor keeps it loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from rewake.api.auth import namespace
 from rewake.api.generation import Generator, check_agent_id
-from rewake.api.verbs import on_engine
+from rewake.api.verbs import on_loaded
 from rewake.engine import Engine
 from rewake.errors import InvalidRequest, NotFound, RequestError, ShuttingDown
 from rewake.memory.stats import used_by
@@ -34,47 +35,58 @@ KEEP_ALIVE = 10.0  # seconds without an event before a comment is sent
 
 
 class Snapshots:
-    """The latest snapshot of each namespace; those who look at the same time share it."""
+    """The latest snapshot of each model and namespace; those who look at the same time share it."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.engine = generator.service.engine
-        self._taken: dict[str, tuple[float, Json]] = {}  # until when it is new enough, and what it says
-        self._taking: dict[str, asyncio.Lock] = {}
+        self.services = generator.services
+        self._taken: dict[tuple[str, str], tuple[float, Json]] = {}  # until when it is new enough, and what it says
+        self._taking: dict[tuple[str, str], asyncio.Lock] = {}
 
-    async def snapshot(self, namespace: str) -> Json:
-        async with self._taking.setdefault(namespace, asyncio.Lock()):
-            until, known = self._taken.get(namespace, (0.0, {}))
-            if time.monotonic() < until:
+    async def snapshot(self, model: str, namespace: str) -> Json | None:
+        """None if the model is not loaded now."""
+        async with self._taking.setdefault((model, namespace), asyncio.Lock()):
+            until, known = self._taken.get((model, namespace), (0.0, {}))
+            if known and time.monotonic() < until:
                 return known
-            took, now = await on_engine(self.engine, lambda: timed(self.engine, namespace))
+            taken = await on_loaded(self.services, model, lambda engine: timed(engine, namespace))
+            if taken is None:
+                self._taken[model, namespace] = time.monotonic() + EVERY, {}
+                return None
+            took, now = taken
             for agent in now["agents"]:
-                turns = self.generator.recent.of(namespace, agent["agent"])
+                turns = self.generator.recent[model].of(namespace, agent["agent"])
                 agent["last"] = turns[-1] if turns else None
                 agent["ttft_ms"] = [turn["ttft_ms"] for turn in turns if turn["ttft_ms"] is not None]
-            self._taken[namespace] = time.monotonic() + max(EVERY, took / SHARE), now
+            self._taken[model, namespace] = time.monotonic() + max(EVERY, took / SHARE), now
             return now
 
-    async def events(self, namespace: str) -> AsyncGenerator[str, None]:
-        """Server-sent events: a snapshot whenever something has changed, until the server goes."""
-        sent, quiet = None, 0.0
+    async def events(self, model: str, namespace: str) -> AsyncGenerator[str, None]:
+        """Server-sent events: a snapshot whenever something has changed, until the server goes; or that the model is not loaded."""
+        unloaded = {"message": f"{model} is not loaded now: it is when somebody asks it"}
+        sent: Json | None = {}
+        quiet = 0.0
         while True:
             try:
-                if (reason := self.engine.why_not_ready) is not None:
+                if (reason := self.services.why_not_ready) is not None:
                     raise ShuttingDown(reason)
-                now = await self.snapshot(namespace)
+                now = await self.snapshot(model, namespace)
             except RequestError as error:
-                yield f"event: error\ndata: {json.dumps({'message': error.message})}\n\n"
+                yield event("error", {"message": error.message})
                 return
             if now != sent:
                 sent, quiet = now, 0.0
-                yield f"event: snapshot\ndata: {json.dumps(now, separators=(',', ':'))}\n\n"
+                yield event("unloaded", unloaded) if now is None else event("snapshot", now)
             elif quiet >= KEEP_ALIVE:
                 quiet = 0.0
                 yield ": keep-alive\n\n"
-            wait = max(0.05, self._taken[namespace][0] - time.monotonic())
+            wait = max(0.05, self._taken[model, namespace][0] - time.monotonic())
             quiet += wait
             await asyncio.sleep(wait)
+
+
+def event(name: str, data: Json) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def timed(engine: Engine, namespace: str) -> tuple[float, Json]:
@@ -116,18 +128,20 @@ def router(generator: Generator) -> APIRouter:
     snapshots = Snapshots(generator)
 
     @routes.get("/events", include_in_schema=False)  # it does not end
-    async def events() -> StreamingResponse:
+    async def events(model: str | None = None) -> StreamingResponse:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(snapshots.events(namespace()), media_type="text/event-stream", headers=headers)
+        name = generator.services.find(model)
+        return StreamingResponse(snapshots.events(name, namespace()), media_type="text/event-stream", headers=headers)
 
     @routes.get("/messages/{agent:path}")
-    async def messages(agent: str) -> Json:
+    async def messages(agent: str, model: str | None = None) -> Json:
         """What the agent's latest branch says, as the messages it came from."""
         check_agent_id(agent, "agent")
-        text = await generator.transcript(namespace(), agent)
-        if text is None:
-            raise NotFound(f"no agent {agent!r} is remembered", param="agent")
-        found = generator.service.tokenizer.messages(text) if text else []
+        async with generator.using(model) as service:
+            text = await generator.transcript(service, namespace(), agent)
+            if text is None:
+                raise NotFound(f"no agent {agent!r} is remembered", param="agent")
+            found = service.tokenizer.messages(text) if text else []
         if found is None:
             raise InvalidRequest(f"what {agent!r} remembers is not a chat, as this model's template writes it", param="agent")
         return {"agent": agent, "messages": found}

@@ -6,19 +6,23 @@ import asyncio
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rewake.api.auth import caller, namespace
 from rewake.api.recent import Recent
+from rewake.config import Config
+from rewake.engine import Engine
 from rewake.errors import Cancelled, ContextLengthExceeded, InvalidRequest, RequestError, ShuttingDown
 from rewake.quant import PAGE_TOKENS
 from rewake.request import Constraint, Done, Event, Failed, Generated, Request, Sampling
 from rewake.service import Service
+from rewake.services import Services
 from rewake.text.answer import AnswerText, Piece
 from rewake.text.stops import StopWatch
 from rewake.text.tools import Choice, Tool
@@ -62,6 +66,7 @@ class Ask:
     tools: tuple[Tool, ...] = ()
     choice: Choice = Choice()
     form: Form | None = None
+    model: str | None = None  # None: the server's first
     namespace: str = field(default_factory=namespace)  # the caller's
 
 
@@ -82,29 +87,81 @@ def check_agent_id(agent: str | None, param: str = "agent_id") -> str | None:
     return agent
 
 
-class Generator:
-    """Starts generations. Tokenisation runs on a thread of its own, which also owns the transcripts."""
+class Held:
+    """A model that is in use: released when all who share it have given it back, on whatever threads."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.recent = Recent()
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._release = release
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._release()
+
+
+class Generator:
+    """Starts generations, on the model that is asked for. Tokenisation runs on a thread of its own, which also owns the transcripts."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.recent = {name: Recent() for name in services.names}
         self._text = ThreadPoolExecutor(1, thread_name_prefix="rewake-text")
 
+    @asynccontextmanager
+    async def using(self, model: str | None) -> AsyncIterator[Service]:
+        """The service of a model, or of the first, loaded if need be, which stays loaded within the `with`. Raises RequestError."""
+        name = self.services.find(model)
+        service = await self._use(name)
+        try:
+            yield service
+        finally:
+            self.services.release(name)
+
+    async def _use(self, name: str) -> Service:
+        """To be released once."""
+        future = self.services.use(name)
+        if future.done():
+            return future.result()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:  # who asked has gone; what it was given all the same goes back
+            future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else self.services.release(name))
+            raise
+
     async def start(self, ask: Ask) -> list[Generation]:
-        """Tokenise, and hand over to the engine: `ask.n` answers. Raises RequestError for what cannot be answered."""
-        service = self.service
+        """Tokenise, and hand over to the engine of the model, which stays loaded until all `ask.n` answers have ended.
+
+        Raises RequestError for what cannot be answered.
+        """
+        name = self.services.find(ask.model)
+        service = await self._use(name)
+        held = Held(lambda: self.services.release(name))
+        try:
+            return await self._start(name, service, ask, held)
+        finally:
+            held.give_back()
+
+    async def _start(self, name: str, service: Service, ask: Ask, held: Held) -> list[Generation]:
         deadline = time.monotonic() + ask.timeout if ask.timeout is not None else None
-        note(service, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
+        note(service.config, "asked", ask.prompt.messages if isinstance(ask.prompt, Chat) else ask.prompt)
         check_tokens(service, (token for token, _ in ask.sampling.logit_bias), "logit_bias")
-        prompt = await self.tokenise(ask)
+        prompt = await self._tokenise(service, ask)
         constraints = await asyncio.to_thread(constraints_of, service, ask, prompt.opened)
         started: list[Generation] = []
         try:
             for number, constraint in enumerate(constraints):
-                generation = Generation(service, asyncio.get_running_loop(), ask, prompt)
+                generation = Generation(service, asyncio.get_running_loop(), ask, prompt, held.give_back)
                 if number == 0:
-                    generation.on_done = self._learning(service, ask, generation)
-                service.engine.submit(request_of(service, ask, number, generation, constraint, deadline))
+                    generation.on_done = self._learning(name, service, ask, generation)
+                submit(service, request_of(service, ask, number, generation, constraint, deadline), held)
                 started.append(generation)
         except BaseException:
             for generation in started:
@@ -112,49 +169,67 @@ class Generator:
             raise
         return started
 
-    async def tokenise(self, ask: Ask) -> Prompt:
+    async def count(self, ask: Ask) -> int:
+        """How many tokens the prompt has."""
+        async with self.using(ask.model) as service:
+            return len((await self._tokenise(service, ask)).ids)
+
+    async def _tokenise(self, service: Service, ask: Ask) -> Prompt:
         """The prompt's ids; known texts have the ids they had."""
-        service, space, agent = self.service, ask.namespace, ask.agent
+        space, agent = ask.namespace, ask.agent
         engine, transcripts = service.engine, service.transcripts
         if not transcripts.knows(space, agent):
             stored = await asyncio.wrap_future(engine.call(lambda: engine.memory.agents.transcripts(space, agent)))
             await self._on_text_thread(lambda: transcripts.learn(space, agent, stored))
         return await self._on_text_thread(lambda: encode(service, ask))
 
-    def _learning(self, service: Service, ask: Ask, generation: Generation) -> Callable[[], object]:
+    def _learning(self, name: str, service: Service, ask: Ask, generation: Generation) -> Callable[[], object]:
+        # not the engine: it may be unloaded by then
+        config, tokenizer, transcripts = service.config, service.tokenizer, service.transcripts
+
         def learn() -> None:
-            service.transcripts.learn(ask.namespace, ask.agent, [[*generation.prompt.ids, *generation.kept]])
+            transcripts.learn(ask.namespace, ask.agent, [[*generation.prompt.ids, *generation.kept]])
 
         def done() -> None:
-            note(service, "answered", service.tokenizer.decode(generation.tokens))
+            note(config, "answered", tokenizer.decode(generation.tokens))
             self._text.submit(learn)
-            self.recent.add(ask.namespace, ask.agent, generation)
+            self.recent[name].add(ask.namespace, ask.agent, generation)
 
         return done
 
-    async def transcript(self, namespace: str, agent: str) -> str | None:
+    async def transcript(self, service: Service, namespace: str, agent: str) -> str | None:
         """All the agent remembers, as text; None if there is no such agent."""
-        engine = self.service.engine
+        engine = service.engine
 
         def latest() -> Sequence[int] | None:
             known = (namespace, agent) in engine.memory.agents.tree.agents
             return next(iter(engine.memory.agents.transcripts(namespace, agent, 1)), ()) if known else None
 
         ids = await asyncio.wrap_future(engine.call(latest))
-        return None if ids is None else await self._on_text_thread(lambda: self.service.tokenizer.decode(ids))
+        return None if ids is None else await self._on_text_thread(lambda: service.tokenizer.decode(ids))
 
-    async def forget(self, agent: str) -> None:
+    async def forget(self, service: Service, agent: str) -> None:
         """Forget an agent's texts, too."""
         space = namespace()
-        await self._on_text_thread(lambda: self.service.transcripts.forget(space, agent))
+        await self._on_text_thread(lambda: service.transcripts.forget(space, agent))
 
     async def _on_text_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, function)
 
 
-def note(service: Service, what: str, words: Any) -> None:
+def submit(service: Service, request: Request, held: Held) -> None:
+    """The model is held until the answer has ended. Raises RequestError if the request cannot be taken."""
+    held.take()
+    try:
+        service.engine.submit(request)
+    except BaseException:
+        held.give_back()
+        raise
+
+
+def note(config: Config, what: str, words: Any) -> None:
     """In the log, with --log-prompts only."""
-    if service.config.log_prompts:
+    if config.log_prompts:
         log.info("%s: %s", what, json.dumps(words))
 
 
@@ -239,20 +314,23 @@ class Part:
 
 
 class Generation:
-    """One answer in the making. Iterate `parts`, then look at `done`."""
+    """One answer in the making. Iterate `parts`, then look at `done`. `ended` is called once, on the engine's thread."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, ask: Ask, prompt: Prompt) -> None:
-        tokenizer = service.tokenizer
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, ask: Ask, prompt: Prompt, ended: Callable[[], object]) -> None:
+        self.tokenizer = tokenizer = service.tokenizer
+        self.grammars = service.grammars
         calls = tokenizer.dialect if ask.tools and ask.choice.mode != "none" else None
         reading = calls.reading(frozenset(tool.name for tool in ask.tools)) if calls is not None else None
         self.id = secrets.token_hex(12)
-        self.service = service
         self.prompt = prompt
         self.text = AnswerText(tokenizer.detokenizer(), ask.stop, prompt.opened, reading)
         self.watch = StopWatch(tokenizer.detokenizer(), ask.stop) if ask.stop else None
         self.tokens: list[int] = []
         self.done: Done | None = None
         self.on_done: Callable[[], object] = lambda: None
+        self._engine: Engine | None = service.engine  # until it has ended: however slowly the answer is read, its model may be unloaded
+        self._going: str | None = None  # why the engine took no more requests when it ended
+        self._tell_ended = ended
         self._loop = loop
         self.ttft: float | None = None  # seconds to the first token
         self._started = caller.get().arrived
@@ -262,6 +340,10 @@ class Generation:
 
     def emit(self, event: Event) -> None:
         """Called on the engine's thread."""
+        if not isinstance(event, Generated) and self._engine is not None:
+            self._going = self._engine.why_not_ready
+            self._engine = None
+            self._tell_ended()
         with suppress(RuntimeError):  # the loop is closed: the server is going, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -300,13 +382,14 @@ class Generation:
         return Part(pieces, tokens)
 
     def _why_cancelled(self) -> RequestError:
-        if (going := self.service.engine.why_not_ready) is not None:
-            return ShuttingDown(f"{going}; what was computed is remembered")
+        if self._going is not None:
+            return ShuttingDown(f"{self._going}; what was computed is remembered")
         return Cancelled("the request was cancelled; what was computed is remembered")
 
     def cancel(self) -> None:
-        if not self._ended:
-            self.service.engine.cancel(self.id)
+        engine = self._engine  # which the engine's thread may take away at any time
+        if not self._ended and engine is not None:
+            engine.cancel(self.id)
 
     def report(self, agent: str | None) -> dict[str, Any]:
         """The `rewake` object of the answer."""
@@ -315,7 +398,7 @@ class Generation:
         difference = None
         if match.first_difference is not None:
             token, stored, given = match.first_difference
-            decode = self.service.tokenizer.decode
+            decode = self.tokenizer.decode
             difference = {"token": token, "stored": decode(stored), "given": decode(given)}
         return {
             "agent": agent,

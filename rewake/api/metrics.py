@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from rewake.api.verbs import on_engine
+from rewake.api.verbs import on_loaded
 from rewake.counts import Histogram
 from rewake.engine import Engine
 from rewake.memory.stats import Stats, stats_of
 from rewake.request import MatchKind
+from rewake.services import Services
 
 __all__ = ["router"]
 
@@ -31,9 +32,19 @@ class Metric:
     help: str
     samples: tuple[tuple[str, float | None], ...]
 
-    def lines(self) -> Iterable[str]:
-        yield f"# HELP {self.name} {self.help}"
-        yield f"# TYPE {self.name} {self.kind}"
+    def of_model(self, name: str) -> Metric:
+        """As one of several models' samples."""
+        escaped = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        samples = []
+        for sample, value in self.samples:
+            suffix, _, labels = sample.partition("{")
+            samples.append((f'{suffix}{{model="{escaped}"' + (f",{labels}" if labels else "}"), value))
+        return replace(self, samples=tuple(samples))
+
+    def lines(self, with_help: bool = True) -> Iterable[str]:
+        if with_help:
+            yield f"# HELP {self.name} {self.help}"
+            yield f"# TYPE {self.name} {self.kind}"
         for labels, value in self.samples:
             if value is not None:
                 yield f"{self.name}{labels} {value}"
@@ -94,18 +105,28 @@ def of_work(engine: Engine) -> list[Metric]:
     ]
 
 
-def router(engine: Engine, answers: Mapping[int, int]) -> APIRouter:
+def measure(engine: Engine) -> list[Metric]:
+    return [*of_work(engine), *of_memory(stats_of(engine.memory.ledger))]
+
+
+def router(services: Services, answers: Mapping[int, int]) -> APIRouter:
     """`answers` is how many there were, by HTTP status."""
     routes = APIRouter()
 
-    def measure() -> list[Metric]:
-        return [*of_work(engine), *of_memory(stats_of(engine.memory.ledger))]
+    async def of_models() -> list[list[Metric]]:
+        """Of each model that is loaded; labelled with its name where several are served."""
+        found = []
+        for name in services.names:
+            if (measured := await on_loaded(services, name, measure)) is not None:
+                found.append([m.of_model(name) for m in measured] if len(services.names) > 1 else measured)
+        return found
 
     @routes.get("/metrics", response_class=Exposition)
     async def all_metrics() -> Exposition:
         """Numbers in Prometheus' text format."""
         by_status = {str(status): number for status, number in sorted(answers.items())}
-        found = [*await on_engine(engine, measure), labelled("counter", "http_answers_total", "Answers, by status.", "status", by_status)]
-        return Exposition("\n".join(line for metric in found for line in metric.lines()) + "\n")
+        lines = [line for same in zip(*await of_models(), strict=True) for i, m in enumerate(same) for line in m.lines(with_help=not i)]
+        lines += labelled("counter", "http_answers_total", "Answers, by status.", "status", by_status).lines()
+        return Exposition("\n".join(lines) + "\n")
 
     return routes

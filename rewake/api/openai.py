@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from rewake.api.generation import Ask, Generation, Generator, Part, check_agent_id
 from rewake.api.openai_fields import ChatRequest, CompletionRequest
-from rewake.api.streams import AgentHeader, Whole, asker, check_model, collect, done_of, event_stream, parts_of, sse
+from rewake.api.streams import AgentHeader, Whole, asker, collect, done_of, event_stream, parts_of, sse
 from rewake.errors import RequestError
 from rewake.request import Generated
 from rewake.text.answer import Said, Thought
@@ -34,7 +34,7 @@ class Answers:
 
     def __init__(self, generations: Sequence[Generation], model: str, agent: str | None, per_prompt: int = 1) -> None:
         """`per_prompt` answers were asked for behind each prompt."""
-        self.service = generations[0].service
+        self.tokenizer, self.grammars = generations[0].tokenizer, generations[0].grammars
         self.generations = generations
         self.agent = agent
         self.per_prompt = per_prompt
@@ -88,7 +88,7 @@ class Answers:
 
     def call(self, index: int, call: Call) -> Json:
         self.num_calls[index] += 1
-        dialect = self.service.tokenizer.dialect
+        dialect = self.tokenizer.dialect
         assert dialect is not None
         return {"id": call.id or dialect.call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -97,7 +97,7 @@ class Answers:
         return "tool_calls" if reason == "stop" and self.num_calls[index] else reason
 
     def logprobs(self, tokens: Sequence[Generated]) -> Json | None:
-        given = [logprob_of(self.service.grammars, t) for t in tokens if t.logprobs is not None]
+        given = [logprob_of(self.grammars, t) for t in tokens if t.logprobs is not None]
         return {"content": given, "refusal": None} if given else None
 
     def usage(self) -> Json:
@@ -139,10 +139,10 @@ class Completions(Answers):
         given = [(t.token, t.logprobs) for t in tokens if t.logprobs is not None]
         if not given:
             return None
-        name, offsets = self.service.grammars.token_name, []
+        name, offsets = self.grammars.token_name, []
         for token, _ in given:
             offsets.append(self.offsets[index])
-            self.offsets[index] += len(self.service.grammars.token_bytes(token).decode(errors="ignore"))
+            self.offsets[index] += len(self.grammars.token_bytes(token).decode(errors="ignore"))
         return {
             "tokens": [name(token) for token, _ in given],
             "token_logprobs": [logprobs.chosen for _, logprobs in given],
@@ -209,30 +209,32 @@ async def respond(answers: Answers, body: ChatRequest | CompletionRequest, reque
     return JSONResponse(answers.whole(await collect(answers.generations, request)))
 
 
-def router(generator: Generator, model: str) -> APIRouter:
-    """The routes, for one model."""
+def router(generator: Generator) -> APIRouter:
     routes = APIRouter(prefix="/v1")
-    listed = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "rewake"}
+    started = int(time.time())
+
+    def listed(name: str) -> Json:
+        return {"id": name, "object": "model", "created": started, "owned_by": "rewake"}
 
     @routes.get("/models")
     async def models() -> Json:
-        return {"object": "list", "data": [listed]}
+        """All that can be asked for; the first is the default."""
+        return {"object": "list", "data": [listed(name) for name in generator.services.names]}
 
     @routes.get("/models/{name:path}")
     async def one_model(name: str) -> Json:
-        check_model(name, model)
-        return listed
+        return listed(generator.services.find(name))
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request, x_agent_id: AgentHeader = None) -> JSONResponse | StreamingResponse:
-        check_model(body.model, model)
+        model = generator.services.find(body.model)
         agent = check_agent_id(asker(x_agent_id, body.agent_id))
         generations = await generator.start(body.ask(agent))
         return await respond(Answers(generations, model, agent, body.n or 1), body, request)
 
     @routes.post("/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request, x_agent_id: AgentHeader = None) -> JSONResponse | StreamingResponse:
-        check_model(body.model, model)
+        model = generator.services.find(body.model)
         agent = check_agent_id(asker(x_agent_id, body.agent_id))
         generations = await start_all(generator, body.asks(agent))
         return await respond(Completions(generations, model, agent, body.n or 1), body, request)

@@ -228,6 +228,7 @@ class ChatRequest(Sampled):
             tools=tools,
             choice=choice,
             form=form,
+            model=self.model,
         )
 
     def called(self) -> tuple[tuple[Tool, ...], Choice]:
@@ -274,7 +275,8 @@ class CompletionRequest(Sampled):
         sampling = self.sampling(self.logprobs)
         stop = self.stops()
         # as OpenAI documents it: a completion is short unless more is asked for
-        return [Ask(prompt, agent, sampling, self.max_tokens or 16, self.timeout, self.n or 1, stop) for prompt in prompts]
+        most, n = self.max_tokens or 16, self.n or 1
+        return [Ask(prompt, agent, sampling, most, self.timeout, n, stop, model=self.model) for prompt in prompts]
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         check_text(self.prompt, "prompt")

@@ -18,7 +18,7 @@ from rewake.api.app import create_app
 from rewake.api.auth import Access
 from rewake.config import Config
 from rewake.errors import ConfigError
-from rewake.service import Service
+from rewake.services import Services
 
 __all__ = ["in_background", "listen", "run"]
 
@@ -28,16 +28,17 @@ SECONDS_TO_SAY_GOODBYE = 5  # for what is left to send when the engine has nothi
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but the engine is told of the first signal, too: answers have `--drain` seconds to end. A second signal ends it all."""
+    """uvicorn, but the engines are told of the first signal, too: answers have `--drain` seconds to end. A second signal ends it all."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
         super().__init__(config)
-        self.service = service
+        self.services = services
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)  # as a kill would: what was acknowledged is on disk, the rest is absent
-        self.service.engine.begin_stop(self.service.config.drain)
+        # not here: what the signal has interrupted may be what has to be waited for
+        threading.Thread(target=self.services.begin_stop, args=(self.services.config.drain,)).start()
         super().handle_exit(sig, frame)
 
 
@@ -51,26 +52,26 @@ def listen(config: Config) -> socket.socket:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
 
 
-def run(service: Service, listening: socket.socket, access: Access) -> None:
-    """Serve on a socket that listens, until a signal comes. The caller closes the service."""
+def run(services: Services, listening: socket.socket, access: Access) -> None:
+    """Serve on a socket that listens, until a signal comes. The caller closes the services."""
     # uvicorn raises the signal again when it is done; that must not end the process before memories are saved
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(
-        create_app(service, access),
+        create_app(services, access),
         log_config=None,  # as ours
         log_level="warning",
         access_log=False,  # the gate keeps one
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=service.config.drain + SECONDS_TO_SAY_GOODBYE,
+        timeout_graceful_shutdown=services.config.drain + SECONDS_TO_SAY_GOODBYE,
     )
-    Server(config, service).run([listening])
+    Server(config, services).run([listening])
 
 
 @contextmanager
-def in_background(service: Service) -> Iterator[str]:
-    """Serve on any free port of this machine, on a thread, as long as the `with` lasts. The caller closes the service."""
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=SECONDS_TO_SAY_GOODBYE))
+def in_background(services: Services) -> Iterator[str]:
+    """Serve on any free port of this machine, on a thread, as long as the `with` lasts. The caller closes the services."""
+    server = uvicorn.Server(uvicorn.Config(create_app(services), log_level="warning", timeout_graceful_shutdown=SECONDS_TO_SAY_GOODBYE))
     with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), name="rewake-http")
         thread.start()

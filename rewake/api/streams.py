@@ -13,12 +13,12 @@ from fastapi import Header, Request
 from fastapi.responses import StreamingResponse
 
 from rewake.api.generation import Generation, Part
-from rewake.errors import InvalidRequest, NotFound
+from rewake.errors import InvalidRequest
 from rewake.request import Done, Generated
 from rewake.text.answer import Said, Thought
 from rewake.text.tools import Call
 
-__all__ = ["KEEP_ALIVE", "AgentHeader", "Whole", "asker", "check_model", "collect", "done_of", "event_stream", "parts_of", "sse"]
+__all__ = ["KEEP_ALIVE", "AgentHeader", "Whole", "asker", "collect", "done_of", "event_stream", "parts_of", "sse"]
 
 T = TypeVar("T")
 AgentHeader = Annotated[str | None, Header(alias="x-agent-id")]
@@ -126,12 +126,6 @@ def asker(header: str | None, field: str | None) -> str | None:
         if field not in (None, header):
             raise InvalidRequest("X-Agent-ID and agent_id differ: give one", param="agent_id")
     return field if header is None else header
-
-
-def check_model(name: str, model: str) -> None:
-    """Raises NotFound for another than the one there is."""
-    if name != model:
-        raise NotFound(f"no model {name!r} here: this server runs {model!r}", param="model", code="model_not_found")
 
 
 def sse(data: dict[str, Any], event: str | None = None) -> str:

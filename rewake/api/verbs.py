@@ -10,8 +10,9 @@ from typing import TypeVar
 from rewake.engine import Engine
 from rewake.errors import InternalError, RequestError, ShuttingDown
 from rewake.memory.memory import AgentMemory
+from rewake.services import Services
 
-__all__ = ["done", "on_engine", "report_of"]
+__all__ = ["done", "on_engine", "on_loaded", "report_of"]
 
 T = TypeVar("T")
 LOOK_EVERY = 1.0  # seconds between looks whether the engine still runs: what it is asked behind its last step, it never does
@@ -20,6 +21,20 @@ LOOK_EVERY = 1.0  # seconds between looks whether the engine still runs: what it
 async def on_engine(engine: Engine, function: Callable[[], T]) -> T:
     """What `function` returns, or raises, on the engine's thread."""
     return await outcome(engine, engine.call(function))
+
+
+async def on_loaded(services: Services, model: str, function: Callable[[Engine], T]) -> T | None:
+    """As `on_engine`, for what neither loads a model nor keeps it loaded; None if it is not loaded now. Raises ShuttingDown."""
+    service = services.loaded.get(model)
+    if service is None:
+        return None
+    engine = service.engine
+    try:
+        return await on_engine(engine, lambda: function(engine))
+    except ShuttingDown:
+        if services.why_not_ready is not None:
+            raise
+        return None  # it is unloaded just now
 
 
 async def report_of(engine: Engine, verb: Callable[[Callable[[T], None]], None]) -> T:

@@ -111,11 +111,15 @@ class Store(Protocol):
     """
 
     budget: int
-    used: int
-    reclaimable: int
     bytes_written: int
     bytes_read: int
     page_secret: bytes
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def reclaimable(self) -> int: ...
 
     def load(self) -> Snapshot: ...
 

@@ -3,7 +3,7 @@
     DIR/manifest.sqlite   what counts: nothing is remembered that is not in it
     DIR/pages/ab/KEY-NONCE.safetensors, DIR/segments/ab/BRANCH-FIRST-NONCE.safetensors
     DIR/quarantine/       files that were not what had been written
-    DIR/lock              held by the one process that owns the directory
+    DIR/lock              held by the one process that owns the directory, for all models that it serves
 
 Order of a write: data to a temporary file, fsync, rename, fsync of the folder; then the manifest, in one
 transaction. Deletions go the other way round. Its files never take more than the budget, nor the disk's last bytes.
@@ -20,15 +20,15 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
-from filelock import FileLock, Timeout
 
-from rewake.errors import CorruptFile, DirectoryLocked, DiskFull, StoreError, StoreLost
+from rewake.errors import CorruptFile, DiskFull, StoreError, StoreLost
 from rewake.planes import PagePlanes, Plane
 from rewake.quant import PAGE_TOKENS
 from rewake.store.base import Commit, Snapshot, StoredFile
 from rewake.store.crypto import ALGORITHM, Cipher, fields
 from rewake.store.files import Files
 from rewake.store.index import Index
+from rewake.store.shared import Shared
 
 __all__ = ["BLOCK", "FORMAT", "MANIFEST", "UNLIMITED", "Directory", "checksum", "file_header"]
 
@@ -70,7 +70,11 @@ def file_header(plane: Plane, rows: int, about: Mapping[str, str]) -> bytes:
 
 
 class Directory:
-    """The store on a file system, for the pages of one signature. Owned by one process at a time."""
+    """The store on a file system, for the pages of one signature. Owned by one process at a time.
+
+    Stores of several models of a process have one directory: they are given what they share. Each has a budget of its own, within
+    which are its own files and those of none of the models.
+    """
 
     def __init__(
         self,
@@ -82,11 +86,15 @@ class Directory:
         free_floor: int = FREE_FLOOR,
         files: Files | None = None,
         cipher: Cipher | None = None,
+        shared: Shared | None = None,
+        model: str = "",
     ) -> None:
         """Create or open `path`; its files may take `budget` bytes, and leave `free_floor` of the disk free.
 
+        `shared` is for several models of one process, and `model` is what this one is called among them.
+
         What was begun with a `cipher` is opened with that one only, what was begun without with none.
-        Raises DirectoryLocked if another process has it open, StoreError if it cannot be used.
+        Raises DirectoryLocked if another process has it open, StoreError if it cannot be used, or not by this model too.
         """
         self.path = path
         self.signature = signature
@@ -99,7 +107,9 @@ class Directory:
         self._files = files or Files()
         self._cipher = cipher
         self._written_in: set[Path] = set()  # folders to sync before the next commit
-        self._uncommitted: dict[str, int] = {}  # files of this process that no commit has named yet, and their bytes
+        self._uncommitted: dict[str, int] = {}  # files of this store that no commit has named yet, and their bytes
+        self._shared = shared or Shared(path)
+        self._model = model
         self._open()
 
     def _open(self) -> None:
@@ -110,34 +120,55 @@ class Directory:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             there = [path for path in (self.path, *(self.path / folder for folder in FOLDERS)) if path.is_dir()]
             self._written_in = {self.path.parent, *there, *(path.parent for path in missing)}
-            self._lock = FileLock(self.path / "lock", mode=0o600, thread_local=False)  # the writer may have to begin anew
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise DirectoryLocked(f"{self.path} is in use by another rewake process: stop it, or choose another --data") from None
+            self._shared.join(self)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be used as a directory of memories ({error.strerror}): choose another --data") from error
         try:
-            self._index = Index(self.path / MANIFEST, self.signature, self._files, self._cipher)
+            with self._shared.mutex:
+                self._index = Index(self.path / MANIFEST, self.signature, self._files, self._cipher)
+                self._shared.is_new |= self._index.is_new
+                if self._shared.models:
+                    self._index.note_served(self._model)
+                self._count()
         except BaseException:
-            self._lock.release()
+            self._shared.leave(self)
             raise
-        self._count()
 
     def _count(self) -> None:
-        in_quarantine = sum(size for _, size in self._quarantined())
-        self.used = self._index.total_bytes() + in_quarantine + self._stray_bytes()
-        self.reclaimable = self._index.foreign_bytes() + in_quarantine
+        """What is ours, and what is nobody's; what is another served model's is counted where that is."""
+        with self._shared.mutex:
+            by_signature = self._index.bytes_by_signature()
+            self._own = by_signature.pop(self.signature, 0) + sum(self._uncommitted.values())
+            others = sum(size for signature, size in by_signature.items() if signature not in self._served())
+            in_quarantine = sum(size for _, size in self._quarantined())
+            self._shared.foreign = others + in_quarantine + self._stray_bytes()
+            self._shared.reclaimable = others + in_quarantine
+
+    def _served(self) -> set[bytes]:
+        """Signatures of all models that are served, whether they are loaded now or were when they were served last."""
+        return self._shared.signatures() | self._index.served(self._shared.models)
 
     def _stray_bytes(self) -> int:
         """Where there was no manifest, files that are there all the same are nobody's, or will be named again; they take room."""
-        names = set(self._files_in(*FOLDERS)) - self._index.file_names() if self._index.is_new else ()
+        names = set(self._files_in(*FOLDERS)) - self._index.file_names() - self._shared.unfinished() if self._shared.is_new else ()
         return sum((self.path / name).stat().st_size for name in names)
+
+    @property
+    def used(self) -> int:
+        return self._own + self._shared.foreign
+
+    @property
+    def reclaimable(self) -> int:
+        return self._shared.reclaimable
+
+    def unfinished(self) -> tuple[str, ...]:
+        return tuple(self._uncommitted)
 
     def load(self) -> Snapshot:
         """All records of the signature; also removes files that a crash, or a damaged record, left unreferenced."""
         snapshot = self._index.load()
-        self._collect_garbage()
         self._uncommitted = {}
+        self._collect_garbage()
         self._count()
         return snapshot
 
@@ -153,6 +184,7 @@ class Directory:
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._written_in |= {target.parent.parent, self.path}
         temporary = target.with_suffix(".tmp")
+        before = self._uncommitted.setdefault(name, 0)  # before it is there: another store may be looking for what is nobody's
         body, check, secret = self._sealed(data, self._about(name, first, rows), about["namespace"])
         try:
             self._files.write(temporary, (header, *body))
@@ -162,7 +194,7 @@ class Directory:
             raise
         self._written_in.add(target.parent)
         file = StoredFile(name, first, rows, len(header), size, check, secret, plane)
-        self.used += file.file_bytes - self._uncommitted.get(name, 0)
+        self._own += file.file_bytes - before
         self._uncommitted[name] = file.file_bytes
         self.bytes_written += file.file_bytes
         return file
@@ -194,10 +226,11 @@ class Directory:
         self._index.commit(commit)
         # what an earlier commit failed to name could still have turned out to be named; now it cannot
         lost = self._uncommitted.keys() - commit.file_names()
-        self.used -= sum(self._uncommitted[name] for name in lost)
-        self._uncommitted = {}
+        self._own -= sum(self._uncommitted[name] for name in lost)
         for name in lost:
-            self._discard(self.path / name)
+            if self._uncommitted[name]:
+                self._discard(self.path / name)
+        self._uncommitted = {}
 
     def _sync_folders(self) -> None:
         """One that fails stays to be synced before the next commit: its older entries are not on disk either."""
@@ -214,7 +247,6 @@ class Directory:
 
     def _begin_anew(self) -> None:
         self._index.close()
-        self._lock.release()
         self._uncommitted = {}
         self._open()
 
@@ -253,14 +285,19 @@ class Directory:
         try:
             target.parent.mkdir(mode=0o700, exist_ok=True)
             self._files.rename(self.path / file.name, target)
-            self.reclaimable += file.file_bytes
+            with self._shared.mutex:
+                self._own -= file.file_bytes
+                self._shared.foreign += file.file_bytes
+                self._shared.reclaimable += file.file_bytes
         except OSError as error:
             log.warning("cannot quarantine %s: %s", file.name, error.strerror)
 
     def remove(self, files: Iterable[StoredFile]) -> None:
-        for file in files:
-            if self.holds(file) and self._discard(self.path / file.name):
-                self.used -= file.file_bytes
+        self._own -= self._removed(files)
+
+    def _removed(self, files: Iterable[StoredFile]) -> int:
+        """Remove them; the bytes this gives back."""
+        return sum(f.file_bytes for f in files if self.holds(f) and self._discard(self.path / f.name))
 
     def _discard(self, path: Path) -> bool:
         """Remove what no longer counts. What stays all the same is named in no manifest: the next start removes it."""
@@ -281,15 +318,16 @@ class Directory:
         return min(self.budget - self.used, free)
 
     def reclaim(self, wanted: int) -> None:
-        goal = self.used - wanted
-        for path, size in self._quarantined():
-            if self.used > goal and self._discard(path):
-                self.used -= size
-        if self.used > goal and (freed := self._index.forget_foreign(self.used - goal)):
-            log.warning("%d files of other models' memories are removed: the disk budget is used up", len(freed))
-            self.remove(freed)
-        # what is left then belongs to pinned agents
-        self.reclaimable = max(0, self.reclaimable - wanted) if self.used <= goal else 0
+        with self._shared.mutex:
+            goal = self._shared.foreign - wanted
+            for path, size in self._quarantined():
+                if self._shared.foreign > goal and self._discard(path):
+                    self._shared.foreign -= size
+            if self._shared.foreign > goal and (freed := self._index.forget_foreign(self._shared.foreign - goal, self._served())):
+                log.warning("%d files of other models' memories are removed: the disk budget is used up", len(freed))
+                self._shared.foreign -= self._removed(freed)
+            # what is left then belongs to pinned agents
+            self._shared.reclaimable = max(0, self._shared.reclaimable - wanted) if self._shared.foreign <= goal else 0
 
     def _quarantined(self) -> list[tuple[Path, int]]:
         """Damaged files, the oldest first, and their bytes."""
@@ -298,12 +336,15 @@ class Directory:
 
     def _collect_garbage(self) -> None:
         """Remove what a crash between data and manifest left; name what is not ours, and leave it."""
+        there = list(self._files_in(*FOLDERS))
+        # in this order: what another store writes meanwhile is not there yet, or unfinished, or known
+        unfinished = self._shared.unfinished()
         known = self._index.file_names()
-        for name in self._files_in(*FOLDERS):
-            if name in known:
+        for name in there:
+            if name in known or Path(name).with_suffix(".safetensors").as_posix() in unfinished:
                 continue
             path = self.path / name
-            if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._index.is_new:
+            if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._shared.is_new:
                 self._discard(path)
             else:
                 log.warning("%s is in no manifest: left alone, and not used", path)
@@ -317,7 +358,7 @@ class Directory:
 
     def close(self) -> None:
         self._index.close()
-        self._lock.release()
+        self._shared.leave(self)
 
 
 @cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -55,6 +56,8 @@ CREATE TABLE branches (
 {PLANES}
 {AGENTS}
 """
+# Only where several models are served: what each was when it was loaded last. Older versions do not miss it.
+SERVED = "CREATE TABLE IF NOT EXISTS served (model TEXT PRIMARY KEY, signature BLOB NOT NULL) WITHOUT ROWID"
 FROM_1 = f"""
 ALTER TABLE pages ADD COLUMN secret BLOB NOT NULL DEFAULT x'';
 ALTER TABLE segments ADD COLUMN secret BLOB NOT NULL DEFAULT x'';
@@ -160,15 +163,26 @@ class Index:
         )
         return Snapshot(pages, branches, agents)
 
-    def total_bytes(self) -> int:
-        """What all files that count take, of all signatures."""
-        return sum(self._db.execute(f"SELECT COALESCE(SUM(at + size), 0) FROM {t}").fetchone()[0] for t in TABLES)
+    def bytes_by_signature(self) -> dict[bytes, int]:
+        """What the files that count take, of each signature."""
+        pages, planes = (f"SELECT signature, SUM(at + size) FROM {table} GROUP BY signature" for table in ("pages", "planes"))
+        segments = "SELECT signature, SUM(at + size) FROM segments s, branches b WHERE s.branch = b.id GROUP BY signature"
+        taken: Counter[bytes] = Counter()
+        for query in (pages, planes, segments):
+            taken.update(dict(self._db.execute(query).fetchall()))
+        return taken
 
-    def foreign_bytes(self) -> int:
-        """What files of other signatures take."""
-        pages, planes = (f"SELECT COALESCE(SUM(at + size), 0) FROM {table} WHERE signature != ?" for table in ("pages", "planes"))
-        segments = "SELECT COALESCE(SUM(at + size), 0) FROM segments s, branches b WHERE s.branch = b.id AND b.signature != ?"
-        return sum(self._db.execute(q, (self.signature,)).fetchone()[0] for q in (pages, planes, segments))
+    def note_served(self, model: str) -> None:
+        """Remember which signature a model has that is served beside others: its memories are not foreign while it is not loaded."""
+        self._db.execute(SERVED)
+        self._db.execute("INSERT OR REPLACE INTO served VALUES (?, ?)", (model, self.signature))
+
+    def served(self, models: Sequence[str]) -> set[bytes]:
+        """What was noted for these."""
+        if not models:
+            return set()
+        self._db.execute(SERVED)
+        return {s for (s,) in self._db.execute(f"SELECT signature FROM served WHERE model IN ({slots(len(models))})", tuple(models))}
 
     def file_names(self) -> set[str]:
         """Every file that counts, of all signatures."""
@@ -232,18 +246,19 @@ class Index:
         cursor.executemany("DELETE FROM segments WHERE branch = ?", [(id,) for id in commit.gone_branches])
         cursor.executemany("DELETE FROM agents WHERE id = ?", [(id,) for id in commit.gone_agents])
 
-    def forget_foreign(self, wanted: int) -> list[StoredFile]:
-        """Forget branches of other signatures, the least recently used first, until `wanted` bytes are no longer referenced.
+    def forget_foreign(self, wanted: int, served: Collection[bytes]) -> list[StoredFile]:
+        """Forget branches of signatures that are not served, the least recently used first, until `wanted` bytes are not referenced.
 
         Whole branches go, and the pages only they needed; those of pinned agents stay. What can be removed is returned.
         """
         freed: list[StoredFile] = []
         with self._transaction() as cursor:
             oldest = cursor.execute(
-                "SELECT id, signature, parent, namespace, agent FROM branches b WHERE signature != ? AND NOT EXISTS"
+                "SELECT id, signature, parent, namespace, agent FROM branches b"
+                f" WHERE signature NOT IN ({slots(len(served))}) AND NOT EXISTS"
                 " (SELECT 1 FROM agents a WHERE a.pinned AND a.signature = b.signature AND a.namespace = b.namespace AND a.name = b.agent)"
                 " ORDER BY used",
-                (self.signature,),
+                tuple(served),
             ).fetchall()
             for id, signature, parent, *owner in oldest:
                 if sum(f.file_bytes for f in freed) >= wanted:

@@ -48,7 +48,7 @@ class Agent:
     def __init__(
         self, client: Client, name: str, instructions: str = "", *, messages: Sequence[Json] = (), model: str = "", **fields: Any
     ) -> None:
-        """`messages` are those of an earlier talk to go on from; `instructions` only begin a new one."""
+        """`messages` are those of an earlier talk to go on from; `instructions` only begin a new one. No `model` is the client's."""
         self.client = client
         self.name = name
         self.model = model
@@ -63,7 +63,7 @@ class Agent:
     @classmethod
     async def recall(cls, client: Client, name: str, **fields: Any) -> Agent:
         """One that the server remembers, whoever talked with it. Raises NotFound, and InvalidRequest if its words cannot be told."""
-        return cls(client, name, messages=await asyncio.to_thread(client.messages, name), **fields)
+        return cls(client, name, messages=await asyncio.to_thread(client.messages, name, model=fields.get("model")), **fields)
 
     @property
     def turns(self) -> int:
@@ -130,7 +130,7 @@ class Agent:
     async def fork(self, to: str, *, turn: int | None = None) -> Agent:
         """A second agent with the same talk, or its first `turn` answers; the server shares the pages. Raises as `Client.fork`."""
         messages = self.messages if turn is None else self._until(turn)
-        await asyncio.to_thread(self.client.fork, self.name, to, turn=turn)
+        await asyncio.to_thread(self.client.fork, self.name, to, turn=turn, model=self.model)
         made = Agent(self.client, to, messages=messages, model=self.model, **self.fields)
         made._heard = list(self._heard) if turn is None else []
         return made
@@ -139,14 +139,14 @@ class Agent:
         """Back to the end of answer number `turn`; 0 is before the first. Raises InvalidRequest for more turns than there were."""
         messages = self._until(turn)
         with suppress(NotFound, InvalidRequest):  # of what the server has let go, the next turn reads what is left
-            await asyncio.to_thread(self.client.rewind, self.name, turn=turn)
+            await asyncio.to_thread(self.client.rewind, self.name, turn=turn, model=self.model)
         self.messages = messages
         self._heard.clear()
 
     async def forget(self) -> None:
         """Gone from the server, and here all but the instructions."""
         with suppress(NotFound):
-            await asyncio.to_thread(self.client.forget, self.name)
+            await asyncio.to_thread(self.client.forget, self.name, model=self.model)
         self.messages = self._until(0)
         self._heard.clear()
 

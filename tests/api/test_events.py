@@ -22,11 +22,12 @@ def test_snapshots_are_shared_and_taken_only_while_somebody_looks(harness: Engin
         return real(function)
 
     monkeypatch.setattr(engine, "call", call)
-    generator: Any = SimpleNamespace(service=SimpleNamespace(engine=engine), recent=Recent())
+    services = SimpleNamespace(loaded={"m": SimpleNamespace(engine=engine)}, why_not_ready=None)
+    generator: Any = SimpleNamespace(services=services, recent={"m": Recent()})
     snapshots = Snapshots(generator)
 
     async def look() -> None:
-        streams = [snapshots.events("default") for _ in range(5)]
+        streams = [snapshots.events("m", "default") for _ in range(5)]
         first = await asyncio.gather(*(anext(stream) for stream in streams))
         assert len(set(first)) == 1 and len(taken) == 1
         for stream in streams:
@@ -36,3 +37,19 @@ def test_snapshots_are_shared_and_taken_only_while_somebody_looks(harness: Engin
 
     asyncio.run(look())
     monkeypatch.undo()
+
+
+def test_to_look_at_a_model_that_is_not_loaded_does_not_load_it(harness: EngineHarness) -> None:
+    """It says so, and goes on when somebody else has it loaded; one that is unloaded while it is looked at ends no stream."""
+    loaded: dict[str, Any] = {}
+    generator: Any = SimpleNamespace(services=SimpleNamespace(loaded=loaded, why_not_ready=None), recent={"m": Recent()})
+
+    async def look() -> None:
+        stream = Snapshots(generator).events("m", "default")
+        for state in ({}, {"m": SimpleNamespace(engine=harness.engine)}, {}):
+            loaded.clear()
+            loaded.update(state)
+            assert (await anext(stream)).startswith("event: snapshot" if state else "event: unloaded")
+        await stream.aclose()
+
+    asyncio.run(look())

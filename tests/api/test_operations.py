@@ -24,6 +24,7 @@ from rewake.counts import Histogram
 from rewake.errors import BodyTooSlow
 from rewake.logs import Json, Text, request_id
 from rewake.service import Service, open_service
+from tests.server import only
 
 CHUNK = 64
 Body = dict[str, Any]
@@ -70,7 +71,7 @@ def steps(service: Service) -> Iterator[Watched]:
 def client(service: Service) -> Iterator[httpx.Client]:
     """Over a real socket, so that a client can really leave."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_config=None, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(create_app(only(service)), log_config=None, log_level="warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60) as made:

@@ -22,6 +22,7 @@ from rewake.config import Config
 from rewake.errors import ConfigError, RateLimited
 from rewake.keys import Key, KeyFile, Limits
 from rewake.service import Service, open_service
+from tests.server import only
 
 LONG = [{"role": "user", "content": "The password of the harbour is " + "copper lantern " * 200}]
 Json = dict[str, Any]
@@ -53,7 +54,7 @@ def connect(service: Service, file: KeyFile) -> Iterator[Open]:
         def open(key: str | None = None, header: str = "authorization", host: str = "127.0.0.1:8000", **config: Any) -> TestClient:
             used = replace(service, config=replace(service.config, **{"keys": str(file.path), **config}))
             headers = {} if key is None else {header: f"Bearer {key}" if header == "authorization" else key}
-            return stack.enter_context(TestClient(create_app(used), f"http://{host}", headers=headers, raise_server_exceptions=False))
+            return stack.enter_context(TestClient(create_app(only(used)), f"http://{host}", headers=headers, raise_server_exceptions=False))
 
         yield open
 

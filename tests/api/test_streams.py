@@ -18,7 +18,7 @@ from rewake.api.app import create_app
 from rewake.config import Config
 from rewake.models import DEFAULT_MODEL
 from rewake.service import Service, open_service
-from tests.server import ServerProcess
+from tests.server import ServerProcess, only
 
 LONG = [{"role": "user", "content": "word " * 700}]
 
@@ -34,7 +34,7 @@ def posted(service: Service, path: str, **fields: Any) -> str:
     """The whole stream that is the answer."""
 
     async def post() -> str:
-        transport = httpx.ASGITransport(create_app(service))
+        transport = httpx.ASGITransport(create_app(only(service)))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"model": service.path.name, "messages": LONG, "max_tokens": 8, "stream": True, **fields}
             return (await client.post(path, json=body)).raise_for_status().text

@@ -12,6 +12,7 @@ import pytest
 
 from rewake.api.agents import Verbs
 from rewake.api.auth import EVERYBODY, Caller, caller
+from rewake.api.recent import Recent
 from rewake.api.verbs import done, on_engine
 from rewake.errors import Conflict, InternalError, ShuttingDown
 from rewake.memory.agents import Agents
@@ -86,7 +87,7 @@ def test_a_verb_is_one_of_the_memory_there_is_when_it_is_done(tmp_path: Path) ->
         close()
 
     harness.memory.ledger.close = close_slowly  # type: ignore[method-assign]
-    verbs = Verbs(SimpleNamespace(service=SimpleNamespace(engine=harness.engine)))  # type: ignore[arg-type]
+    verbs = Verbs(SimpleNamespace(recent={"m": Recent()}), SimpleNamespace(engine=harness.engine), "m")  # type: ignore[arg-type]
 
     async def create() -> None:
         harness.engine.post(explode)

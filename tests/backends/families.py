@@ -54,6 +54,14 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0 + 0.01 * i for i in range(16)],
+    "long_factor": [1.0 + 0.5 * i for i in range(16)],
+    "original_max_position_embeddings": 256,
+}
 CUTS = (255, 256, 300, 513, 514, 700)  # around page edges, single tokens, and beyond the windows
 
 
@@ -74,6 +82,12 @@ FAMILIES = (
     Family("Qwen3", "Qwen3Config", {"head_dim": 32, "use_sliding_window": False}, "q and k are normalised"),
     Family("Qwen3 MoE", "Qwen3MoeConfig", {"head_dim": 32, **SMALL_MOE}, "experts"),
     Family("Phi-3", "Phi3Config", {"sliding_window": 128, "original_max_position_embeddings": 4096}, "sliding window"),
+    Family(
+        "Phi-3 long",
+        "Phi3Config",
+        {"original_max_position_embeddings": 256, "rope_parameters": LONGROPE},
+        "LongRoPE, always by its long factors",
+    ),
     Family("Gemma 2", "Gemma2Config", {"head_dim": 32, "sliding_window": 128, "query_pre_attn_scalar": 32}, "windows, soft caps"),
     Family(
         "Gemma 3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from rewake.backends.base import Batch, Row
+from rewake.backends.torch.eager import LOADING
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.model import TorchBackend
 from rewake.errors import ModelError
-from tests.backends.families import FAMILIES, LATENT, SHAPE, Family, compare, save
+from rewake.request import Sampling
+from tests.backends.families import FAMILIES, LATENT, LONGROPE, SHAPE, Family, compare, save
 
 DOCS = Path(__file__).parents[2] / "docs/models.md"
 
@@ -56,6 +59,44 @@ def test_what_cannot_be_served_is_refused_at_load_with_the_reason(
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason):
         TorchBackend(load_model(tmp_path, threads=2), "bf16", 2**24).warm_up()
+
+
+def test_a_short_sequence_is_turned_as_it_will_be_when_it_is_long(tmp_path: Path) -> None:
+    """LongRoPE: K does not depend on who else is in the batch, nor on how long the sequence gets."""
+    save(next(f for f in FAMILIES if f.name == "Phi-3 long"), tmp_path)
+    loaded = load_model(tmp_path, threads=2)
+    assert loaded.facts["longrope"]["factors"] == "long" and loaded.facts["longrope"]["attention_scaling"] > 1
+    backend = TorchBackend(loaded, "bf16", 2**24)
+    page = backend.planes.page_bytes
+
+    def row(start: int, slots: tuple[int, ...]) -> Row:
+        return Row(tuple(range(3, 103)), start, start, (slots,), tuple(map(str, slots)), "s", Sampling(temperature=0))
+
+    def kv_of(*rows: Row) -> torch.Tensor:
+        backend.forward(Batch(rows))
+        return torch.from_numpy(backend.arena[:page].copy()).view(torch.bfloat16).float()
+
+    alone = kv_of(row(0, (0,)))
+    beside = kv_of(row(0, (0,)), row(900, tuple(i * page for i in range(1, 5))))
+    assert alone.norm() > 0 and (alone - beside).norm() < 0.02 * alone.norm()
+
+
+def test_no_step_is_computed_while_transformers_loads_another_model(tmp_path: Path) -> None:
+    """It sets torch's default dtype, for all threads."""
+    save(FAMILIES[0], tmp_path)
+    backend = TorchBackend(load_model(tmp_path, threads=2, prefer_native=False), "bf16", 2**24)
+    with ThreadPoolExecutor(1) as pool:
+        with LOADING:
+            step = pool.submit(backend.warm_up)
+            assert not wait([step], 0.2).done
+        step.result(60)
+
+
+def test_longrope_in_code_that_looks_at_the_batch_is_refused(tmp_path: Path) -> None:
+    fields = {"num_local_experts": 4, "rope_parameters": {**LONGROPE, "long_mscale": 1.2, "short_mscale": 1.0}, "head_dim": 32}
+    save(Family("Phi-3.5 MoE", "PhimoeConfig", {"original_max_position_embeddings": 256, **fields}), tmp_path)
+    with pytest.raises(ModelError, match="depends on the longest sequence"):
+        load_model(tmp_path, threads=2)
 
 
 def test_a_window_that_the_code_does_not_know_of_is_noticed(tmp_path: Path) -> None:

@@ -288,3 +288,18 @@ def test_logprobs_are_those_of_the_rows_that_ask() -> None:
     assert list(found) == [1] and found[1].chosen == pytest.approx(float(logits[1].log_softmax(-1)[0]))
     assert [token for token, _ in found[1].top] in ([0, 1], [1, 0])
     assert logprobs_of(logits, [2, 0], [0, None])[0].top == ()
+
+
+def test_draws_do_not_depend_on_torchs_default_dtype() -> None:
+    """It is another one while transformers loads another model."""
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+
+    def drawn() -> list[int]:
+        return [draw(Sampler(), logits, Sampling(temperature=0.7, seed=seed), "a") for seed in range(300)]
+
+    usual = drawn()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert drawn() == usual
+    finally:
+        torch.set_default_dtype(torch.float32)

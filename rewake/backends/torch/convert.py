@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from rewake.backends.torch.blocks import BLOCKS
 from rewake.backends.torch.dense import CODED, TOP, is_gemma, of_layer, why_not_dense
+from rewake.backends.torch.eager import LOADING
 from rewake.errors import ModelError
 
 __all__ = ["convert_gguf"]
@@ -36,9 +37,10 @@ PRE_TOKENIZERS = {
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model of `gguf` to the folder `target`, weights as they are and dequantised to bfloat16. Raises ModelError."""
     split = pre_tokenizer_of(gguf)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    with LOADING:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
     tied = bool(model.config.tie_word_embeddings)
     weights = {name: w.contiguous() for name, w in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

@@ -7,6 +7,7 @@ attention reads the pages. The names follow arXiv 2603.04428; the cache is a vie
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from rewake.spec import ModelCacheSpec
 __all__ = ["BatchQuantizedKVCache", "EagerForward", "load_eager", "working_dtype"]
 
 ATTENTION = "rewake"
+# transformers loads a model with torch's default dtype set to its own, in the whole process: no step is computed meanwhile.
+LOADING = threading.RLock()
 
 
 class EagerForward:
@@ -41,7 +44,7 @@ class EagerForward:
     def logits(self, flat: Flat) -> Tensor:
         tokens, positions = (torch.from_numpy(x).long()[None] for x in (flat.tokens, flat.positions))
         keep = torch.from_numpy(flat.wanted).long() if len(flat.wanted) else torch.zeros(1, dtype=torch.int64)  # none is not possible
-        with torch.inference_mode():
+        with LOADING, torch.inference_mode():
             kv = BatchQuantizedKVCache(self._pages, flat.ragged)
             out = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
         return out.logits[0, : len(flat.wanted)].float()  # type: ignore[no-any-return]
@@ -146,7 +149,8 @@ def load_eager(path: Path, dtype: torch.dtype) -> Any:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     register_attention()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
+    with LOADING:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True).eval()
 
 
 def working_dtype() -> tuple[torch.dtype, str]:

@@ -19,6 +19,7 @@ from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.base import AttentionKernels
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.step import DensePlan
+from rewake.cache import file_digest
 from rewake.config import SHIPPED, WEIGHTS
 from rewake.errors import ModelError
 from rewake.planes import PagePlanes
@@ -106,6 +107,7 @@ def load_for_transformers(path: Path, reason: str) -> LoadedModel:
 
     from rewake.backends.torch.eager import load_eager, working_dtype
     from rewake.backends.torch.latent import absorb
+    from rewake.backends.torch.longrope import freeze_longrope
 
     try:
         config = AutoConfig.from_pretrained(path)
@@ -118,6 +120,8 @@ def load_for_transformers(path: Path, reason: str) -> LoadedModel:
     if spec.group.kind == "latent" and not absorb(model):
         spec = ModelCacheSpec.from_config(text_config, latent=False)
     facts: dict[str, Any] = {"weights": weights_digest(path, "*.safetensors"), "dtype": str(dtype), "config": content(config.to_dict())}
+    if (frozen := freeze_longrope(model)) is not None:
+        facts["longrope"] = frozen
     if spec.group.latent_dim:  # which the config does not say: with other code, heads are cached instead
         facts["latent_dim"] = spec.group.latent_dim
     weights = f"{str(dtype).removeprefix('torch.')}: {why}"
@@ -129,9 +133,8 @@ def content(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights_digest(path: Path, pattern: str) -> str:
-    """SHA-256 over the weight files, by name and content."""
+    """SHA-256 over the weight files, by name and content. Of a file that has not changed, it is known from before."""
     digest = hashlib.sha256()
     for file in sorted(path.glob(pattern)):
-        with open(file, "rb") as opened:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+        digest.update(file.name.encode() + b"\0" + bytes.fromhex(file_digest(file)))
     return digest.hexdigest()

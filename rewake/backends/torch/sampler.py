@@ -44,7 +44,7 @@ class Sampler:
         tokens: list[int] = scores.argmax(-1).tolist()
         warm = [i for i, (sampling, _) in enumerate(rows) if sampling.temperature >= COLDEST]
         if warm:
-            temperatures = torch.tensor([[rows[i][0].temperature] for i in warm])
+            temperatures = torch.tensor([[rows[i][0].temperature] for i in warm], dtype=torch.float32)
             for i, probabilities in zip(warm, (scores[warm] / temperatures).softmax(-1), strict=True):
                 tokens[i] = self._draw(probabilities, *rows[i])
         for token, (sampling, name) in zip(tokens, rows, strict=True):
@@ -70,7 +70,7 @@ class Sampler:
         """Bias and penalties (as OpenAI documents them), in place."""
         if sampling.logit_bias:
             biased, biases = zip(*sampling.logit_bias, strict=True)
-            scores[list(biased)] += torch.tensor(biases)
+            scores[list(biased)] += torch.tensor(biases, dtype=torch.float32)
         stream = self._streams.get(name)
         if stream is not None and stream.seen and has_penalties(sampling):
             counts = torch.tensor(list(stream.seen.values()), dtype=torch.float32)
