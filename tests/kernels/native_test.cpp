@@ -246,7 +246,7 @@ struct Decoder {
                          linear(HIDDEN, q, l ? CODES5 : CODES4), linear(INTERMEDIATE, HIDDEN, l ? SUPER5 : SUPER6),
                          linear(INTERMEDIATE, HIDDEN, PLAIN), linear(HIDDEN, INTERMEDIATE, l ? CODES8 : SUPER6),
                          vector(HIDDEN, 1), vector(HIDDEN, 1), sandwich ? vector(HIDDEN, 1) : nullptr, sandwich ? vector(HIDDEN, 1) : nullptr,
-                         l ? vector(DIM, 1) : nullptr, l ? vector(DIM, 1) : nullptr, {nullptr, nullptr, 0.2f, 0, l, 0, 0}, l};
+                         l ? vector(DIM, 1) : nullptr, l ? vector(DIM, 1) : nullptr, {nullptr, nullptr, 0.2f, 0, l, 0, 0}, 0, l};
         model = {layers, linear(VOCABULARY, HIDDEN, SUPER6), linear(VOCABULARY, HIDDEN, SUPER5), vector(HIDDEN, 1), vector(DIM, 0.5f),
                  2, HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, 1e-5f, FIXED_INPUTS | PLAIN_INPUTS, 2, sandwich ? GELU_TANH : SILU,
                  sandwich ? 8.f : 1.f, sandwich ? 30.f : 0.f};
