@@ -71,7 +71,7 @@ def ttft(results: Results) -> list[str]:
     return [
         "An agent knows N tokens and is given 16 more; *restored*: its pages are read from disk; *restart*: in a new process.",
         markdown(results.rows("ttft")),
-        "![TTFT](images/ttft.svg)",
+        *(["![TTFT](images/ttft.svg)"] if results.rows("ttft") else []),
         "The paper's table 3 (warm: from disk):",
         markdown(theirs),
     ]
@@ -90,11 +90,11 @@ def pairs(results: Results) -> list[str]:
         for model, at in PAPER_PAIRS.items()
         for size, (cold, warm, hot) in zip(("1k", "4k"), at, strict=True)
     ]
-    rows = results.rows("concurrency", group="together")
+    rows = results.rows("together", group="together")
     return [
         "Tokens a second of N agents that decode together, and two agents at once (answers of 64 tokens, from the requests to their end):",
         markdown([r for r in rows if "agents" in r], ("depth", "agents", "tokens/s", "/ one")),
-        "![Batch throughput](images/together.svg)",
+        *(["![Batch throughput](images/together.svg)"] if rows else []),
         markdown([r for r in rows if "state" in r], ("two agents", "state", "system tokens/s", "per agent", "mean ttft ms")),
         "The paper's table 4, tokens a second of both:",
         markdown(theirs),
@@ -108,9 +108,9 @@ def staggered(results: Results) -> list[str]:
     ]
     return [
         "A and B are new with 4k tokens; B comes at a quarter of A's time. It should wait for the rest of A, then take its own time.",
-        markdown(results.rows("concurrency", group="staggered")),
+        markdown(results.rows("arrivals", group="staggered")),
         "B, remembered, arrives while A decodes:",
-        markdown(results.rows("concurrency", group="arrival")),
+        markdown(results.rows("arrivals", group="arrival")),
         "The paper's figure 3:",
         markdown(theirs),
     ]
@@ -148,7 +148,7 @@ def workflows(results: Results) -> list[str]:
     return [
         "Persistent against cleared before each phase, scripted turns equal in both. The paper: 1.9x in the last phase, 23 % of the time"
         " saved (table 7), experts 24x (table 8).",
-        *(f"{markdown(results.rows(name))}\n\n{results.source(name)}" for name in ("workflows",)),
+        markdown(results.rows("workflows")),
     ]
 
 
@@ -165,7 +165,7 @@ def ablation(results: Results) -> list[str]:
     turns = {row["engine"]: row for row in results.rows("robin") if "all rounds s" in row}
     if {"rewake", "rewake no-persist"} <= set(turns):
         add("persistence", "ten agents in turn, TTFT ms", *(turns[name]["later p50 ms"] for name in ("rewake", "rewake no-persist")))
-    together = {row["agents"]: row["tokens/s"] for row in results.rows("concurrency", group="together", depth=1024)}
+    together = {row["agents"]: row["tokens/s"] for row in results.rows("together", group="together", depth=1024)}
     if {1, 8} <= set(together):
         add("batching", "8 agents at 1k, tokens/s", together[8], together[1])
     return ["The paper's table 6: persistence 27x, 4 bits 4x as many agents, batching 2x, phases 1.9x.", markdown(rows)]
@@ -174,13 +174,13 @@ def ablation(results: Results) -> list[str]:
 SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...] = (
     ("Time to the first token", ("ttft",), ttft),
     ("Long contexts", ("longctx",), long_context),
-    ("Many agents at once", ("concurrency",), pairs),
-    ("Staggered arrivals", ("concurrency",), staggered),
+    ("Many agents at once", ("together",), pairs),
+    ("Staggered arrivals", ("arrivals",), staggered),
     ("More agents than memory", ("robin",), robin),
     ("Beside other engines", ("steps",), peers),
     ("Capacity", ("capacity",), capacity),
     ("Quality", (), quality),
-    ("Phases and routing", (), workflows),
+    ("Phases and routing", ("workflows",), workflows),
     ("What each piece is worth", (), ablation),
 )
 
@@ -229,7 +229,7 @@ def plot(results: Results, images: Path) -> None:
     of_ttft = {state: [(row["context"], row[f"{state} ms"]) for row in results.rows("ttft")] for state in states}
     save("ttft.svg", "Time to the first token", "tokens known", "ms", {k: v for k, v in of_ttft.items() if v}, log=True)
     depths: dict[str, list[tuple[float, float]]] = {}
-    for row in results.rows("concurrency", group="together"):
+    for row in results.rows("together", group="together"):
         if "agents" in row:
             depths.setdefault(f"{row['depth']} tokens each", []).append((row["agents"], row["tokens/s"]))
     save("together.svg", "Decoding together", "agents", "tokens/s in all", depths, log=False)
