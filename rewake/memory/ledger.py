@@ -410,10 +410,10 @@ class Ledger:
         Where later tokens do not attend to it, they stay.
         """
         resident, plane = piece
-        if resident.forgotten or plane in resident.slots or not files_of(piece):  # somebody else has seen it first
+        if resident.forgotten or plane in resident.slots or not resident.stored_rows:  # somebody else has seen it first
             return
         log.warning("%s: it is put aside, and what it held will be computed again", error)
-        damaged = files_of(piece)
+        damaged = files_of(piece)  # none, if the directory has been deleted meanwhile
         if isinstance(resident, Branch):
             rest = [f for f in resident.files if f not in damaged]
             empty(resident)
@@ -421,7 +421,7 @@ class Ledger:
             self._forget(Commit(branches=(record_of(resident),)), rest, damaged)
         elif plane == 0 or self.planes.planes[plane].reach_in(resident.number) is None:
             self._cut(resident, damaged)
-        else:
+        elif damaged:
             resident.files, resident.file_name = tuple(f for f in resident.files if f not in damaged), ""
             self._forget(Commit(pages=(page_record(resident),)), (), damaged)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rewake.errors import CorruptFile
 from rewake.memory.memory import pages_for
 from rewake.memory.portable import read_portable
 from rewake.memory.tree import Branch, Page
@@ -219,6 +220,23 @@ def test_an_export_has_what_is_left_of_each_page(tmp_path: Path) -> None:
     assert ask(other, [*told, 5], "b").match.computed_tokens == 2
     assert ask(other, [*told[:500], 1], "c").match.reused_tokens == 500
     other.close()
+
+
+def test_rows_that_turn_out_to_be_nowhere_are_not_remembered(harness: EngineHarness) -> None:
+    """L5: the directory was deleted while they were read."""
+    told = text(1, 600)
+    ask(harness, told, "a")
+    harness.evict_all()
+    _, branch = path_of(harness, "a")
+
+    def lose() -> None:
+        branch.segments = []
+        for plane in (0, 1):
+            harness.memory.ledger.discard((branch, plane), CorruptFile("it was deleted"))
+        harness.memory.check()
+
+    harness.engine.call(lose).result()
+    assert ask(harness, [*told, 5], "a").match.reused_tokens == 2 * PAGE_TOKENS
 
 
 # ---- pages that settle
