@@ -16,6 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -151,7 +152,7 @@ class Directory:
     def _stray_bytes(self) -> int:
         """Where there was no manifest, files that are there all the same are nobody's, or will be named again; they take room."""
         names = set(self._files_in(*FOLDERS)) - self._index.file_names() - self._shared.unfinished() if self._shared.is_new else ()
-        return sum((self.path / name).stat().st_size for name in names)
+        return sum(size_of(self.path / name) for name in names)
 
     @property
     def used(self) -> int:
@@ -331,8 +332,12 @@ class Directory:
 
     def _quarantined(self) -> list[tuple[Path, int]]:
         """Damaged files, the oldest first, and their bytes."""
-        files = [(path, path.stat()) for path in (self.path / "quarantine").glob("*") if path.is_file()]
-        return [(path, stat.st_size) for path, stat in sorted(files, key=lambda f: f[1].st_mtime)]
+        found: list[tuple[float, Path, int]] = []
+        for path in (self.path / "quarantine").glob("*"):
+            with suppress(FileNotFoundError):  # another store has removed it
+                if path.is_file():
+                    found.append(((stat := path.stat()).st_mtime, path, stat.st_size))
+        return [(path, size) for _, path, size in sorted(found)]
 
     def _collect_garbage(self) -> None:
         """Remove what a crash between data and manifest left; name what is not ours, and leave it."""
@@ -357,8 +362,17 @@ class Directory:
                     yield f"{folder}/{shard.name}/{file.name}"
 
     def close(self) -> None:
-        self._index.close()
-        self._shared.leave(self)
+        try:
+            self._index.close()
+        finally:
+            self._shared.leave(self)
+
+
+def size_of(path: Path) -> int:
+    """0 if it is gone: another store of the directory has removed it, or given it its name."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 @cache

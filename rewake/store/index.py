@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ from rewake.store.sealed import Sealing
 __all__ = ["VERSION", "Index"]
 
 VERSION = 3
+CHECKPOINT_SECONDS = 5.0  # how long the log may be in somebody else's use
 FILE = "name, first, rows, at, size, checksum, secret"
 FILE_COLUMNS = (
     "name TEXT NOT NULL, first INTEGER NOT NULL, rows INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL,"
@@ -197,7 +199,10 @@ class Index:
 
     def _empty_log(self) -> None:
         """Nothing is forgotten as long as the write-ahead log has the keys it was sealed with."""
-        busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        # SQLite waits for readers, but not for the checkpoint of another connection: another model's, in this process
+        until = time.monotonic() + CHECKPOINT_SECONDS
+        while (busy := self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]) and time.monotonic() < until:
+            time.sleep(0.01)
         if busy:
             raise StoreError(f"what was forgotten is still in {self._path}-wal: close the other program that reads the manifest")
 

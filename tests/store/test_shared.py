@@ -252,3 +252,25 @@ def test_two_models_write_forget_and_begin_again_at_once_and_lose_nothing(shared
             store.read(page.files[0], memoryview(bytearray(page.files[0].size)))
         store.close()
     assert len(list(shared.path.glob("pages/*/*"))) == sum(map(len, kept.values()))
+
+
+def test_a_store_is_opened_while_another_writes(tmp_path: Path) -> None:
+    """Files get their names, or go, between being listed and being looked at."""
+    shared = Shared(tmp_path, ("a", "b"))
+    a = opened(shared, "a")
+    a.load()
+    done = threading.Event()
+
+    def work() -> None:
+        for number in range(150):
+            commit(a, f"page{number}", write(a, f"page{number}"))
+        done.set()
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    while not done.is_set():
+        b = opened(shared, "b")
+        b.load()
+        b.close()
+    writer.join()
+    a.close()
