@@ -21,8 +21,9 @@ serve: install
 demo: install
 	$(PY) examples/demo.py
 
+# two processes, each file in one of them; where they outnumber the cores, threads that wait should not spin
 test: install
-	$(PY) -m pytest $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-native:
 	mkdir -p build
