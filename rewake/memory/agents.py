@@ -69,9 +69,8 @@ class Agents:
         return [b.transcript() for b in self.tree.branches_of(namespace, agent)[:most]]
 
     def list(self, namespace: str) -> list[AgentSummary]:
-        return [
-            self._summary(a) for (space, name), a in sorted(self.tree.agents.items(), key=str) if space == namespace and name is not None
-        ]
+        names = sorted(name for space, name in self.tree.agents if space == namespace and name is not None)
+        return [self._summary(self.tree.agents[namespace, name]) for name in names]
 
     def show(self, namespace: str, name: str) -> AgentSummary:
         """Raises NotFound."""
