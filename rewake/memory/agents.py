@@ -70,9 +70,8 @@ class Agents:
         return [b.transcript() for b in self.tree.branches_of(namespace, agent)[:most]]
 
     def list(self, namespace: str) -> list[AgentSummary]:
-        return [
-            self._summary(a) for (space, name), a in sorted(self.tree.agents.items(), key=str) if space == namespace and name is not None
-        ]
+        names = sorted(name for space, name in self.tree.agents if space == namespace and name is not None)
+        return [self._summary(self.tree.agents[namespace, name]) for name in names]
 
     def latest(self, namespace: str, most: int) -> tuple[AgentSummary, ...]:
         """The `most` that were used last."""
