@@ -151,8 +151,7 @@ class Directory:
 
     def _stray_bytes(self) -> int:
         """Where there was no manifest, files that are there all the same are nobody's, or will be named again; they take room."""
-        names = set(self._files_in(*FOLDERS)) - self._index.file_names() - self._shared.unfinished() if self._shared.is_new else ()
-        return sum(size_of(self.path / name) for name in names)
+        return sum(size_of(self.path / name) for name in self._nobodys()) if self._shared.is_new else 0
 
     @property
     def used(self) -> int:
@@ -294,7 +293,11 @@ class Directory:
             log.warning("cannot quarantine %s: %s", file.name, error.strerror)
 
     def remove(self, files: Iterable[StoredFile]) -> None:
-        self._own -= self._removed(files)
+        files = tuple(files)
+        freed = self._removed(files)
+        self._own -= freed
+        if freed < sum(f.file_bytes for f in files) and not any(map(self.holds, files)):
+            self._count()  # another store was faster: to it they were nobody's
 
     def _removed(self, files: Iterable[StoredFile]) -> int:
         """Remove them; the bytes this gives back."""
@@ -341,18 +344,20 @@ class Directory:
 
     def _collect_garbage(self) -> None:
         """Remove what a crash between data and manifest left; name what is not ours, and leave it."""
-        there = list(self._files_in(*FOLDERS))
-        # in this order: what another store writes meanwhile is not there yet, or unfinished, or known
-        unfinished = self._shared.unfinished()
-        known = self._index.file_names()
-        for name in there:
-            if name in known or Path(name).with_suffix(".safetensors").as_posix() in unfinished:
-                continue
+        for name in self._nobodys():
             path = self.path / name
             if path.suffix in (".safetensors", ".tmp") and path.is_file() and not self._shared.is_new:
                 self._discard(path)
             else:
                 log.warning("%s is in no manifest: left alone, and not used", path)
+
+    def _nobodys(self) -> list[str]:
+        """Files that no manifest names, and that no store is writing."""
+        there = list(self._files_in(*FOLDERS))
+        # in this order: what another store writes meanwhile is not there yet, or unfinished, or known
+        unfinished = self._shared.unfinished()
+        known = self._index.file_names()
+        return [n for n in there if n not in known and Path(n).with_suffix(".safetensors").as_posix() not in unfinished]
 
     def _files_in(self, *folders: str) -> Iterator[str]:
         """Names of all files two levels down, as the manifest has them; pathlib would take half a second for 20,000."""
