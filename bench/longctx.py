@@ -12,7 +12,6 @@ Gemma 3 12B at 32k.
 
 from __future__ import annotations
 
-import queue
 import random
 import statistics
 import sys
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import Bar, finish, flags, table
+from bench.ttft import ttft as measured
 from rewake.config import Config
-from rewake.request import Done, Event, Failed, Generated, Request, Sampling
+from rewake.request import Done
 from rewake.service import Service, open_service
 
 MODEL = "gemma3-270m"
@@ -40,23 +40,10 @@ def text(seed: str, count: int) -> list[int]:
 
 
 def ttft(service: Service, prompt: list[int], agent: str) -> tuple[float, Done]:
-    """Milliseconds to the first token, and how the request ended: with what is new on disk."""
-    events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
-    started = time.perf_counter()
-    request = Request(
-        f"{agent}-{started}", tuple(prompt), 1, lambda e: events.put((time.perf_counter(), e)), Sampling(temperature=0), agent=agent
-    )
-    service.engine.submit(request)
-    first = None
-    while True:
-        at, event = events.get()
-        if isinstance(event, Generated) and first is None:
-            first = at
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Done):
-            assert first is not None and event.saved
-            return (first - started) * 1000, event
+    """As bench.ttft's, with what is new on disk."""
+    took, done = measured(service, prompt, agent)
+    assert done.saved
+    return took, done
 
 
 def opened(config: Config) -> Service:

@@ -9,12 +9,10 @@ http    what HTTP adds: from sending a request to its first piece of text, less 
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,21 +93,11 @@ def note_engine(engine: Any) -> list[float]:
 
 @contextmanager
 def serving(service: Any) -> Iterator[str]:
-    import uvicorn
-
-    from rewake.api.app import create_app
+    from rewake.api.server import in_background
     from rewake.services import Services
 
-    services = Services(service.config, lambda *_: service)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(services), log_level="warning"))
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with in_background(Services(service.config, lambda *_: service)) as url:
+        yield url
 
 
 def first_piece(client: Any, messages: list[dict[str, str]]) -> float:
