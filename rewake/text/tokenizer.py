@@ -1,4 +1,4 @@
-"""The model's tokenizer and chat template, as transformers knows them, and what the rest of the server asks of them."""
+"""The model's tokenizer and chat template, and what the rest of the server asks of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from rewake.errors import InvalidRequest, ModelError
 from rewake.text.chats import Marks, folded, keeps_system, marks_of, read_back, trims_answers
+from rewake.text.template import ChatTemplate
 from rewake.text.toolcalls import HI, REFUSALS, Shown, shown_calls, shows_several, shows_tools, with_text_arguments
 from rewake.text.tools import Dialect, dialect_of
+from rewake.text.vocabulary import open_vocabulary
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -28,21 +30,24 @@ class Tokenizer:
     """Text to ids and back; special tokens in text are recognised as such."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer: Any = open_tokenizer(path)
-        if not self._tokenizer.is_fast:
-            raise ModelError("the model's tokenizer has no fast version: its text cannot be streamed exactly")
-        special = {str(t): int(i) for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
+        self._backend, self._vocabulary = open_vocabulary(path)
+        template = self._vocabulary.template
+        try:
+            self._chat_template = ChatTemplate(template, self._vocabulary.named) if template else None
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template cannot be used: {error}") from error
+        special = {str(t.content): i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
         self._special = special
         self._split = re.compile("(" + "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) + ")")
         self.cut_ids = frozenset(special.values()) if self._splitting_changes_nothing() else frozenset()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that already has all special tokens it is to have."""
-        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text, special tokens and spaces included."""
-        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[no-any-return]
+        return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def split(self, text: str) -> list[str]:
         """Cut at the tokens of `cut_ids`, which become pieces of their own; tokens never cross these cuts."""
@@ -67,11 +72,11 @@ class Tokenizer:
         return any(opener in self._special and text.endswith(opener, 0, at) for opener in openers)
 
     def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer.backend_tokenizer)
+        return Detokenizer(self._backend)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return self._chat_template is not None
 
     @cached_property
     def thinks(self) -> bool:
@@ -80,8 +85,7 @@ class Tokenizer:
 
     @property
     def _template(self) -> str:
-        template = self._tokenizer.chat_template
-        return json.dumps(template) if isinstance(template, dict) else template or ""
+        return self._chat_template.source if self._chat_template else ""
 
     @cached_property
     def dialect(self) -> Dialect | None:
@@ -105,9 +109,8 @@ class Tokenizer:
 
     def raw(self, text: str) -> str:
         """A text that is no chat, begun as the model was trained to have texts begin."""
-        plain, begun = (self._tokenizer.encode("a", add_special_tokens=s) for s in (False, True))
-        bos = self._tokenizer.bos_token
-        return bos + text if begun != plain and begun[0] == self._tokenizer.bos_token_id and not text.startswith(bos) else text
+        begins = self._vocabulary.begins
+        return text if text.startswith(begins) else begins + text
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, go_on: bool = False) -> str:
         """The prompt's text for a chat. `tools` are what may be called; with `go_on`, the last message is the answer's beginning.
@@ -143,9 +146,8 @@ class Tokenizer:
         return self._render(messages, tools or self._no_tools, answer and not go_on, go_on)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, answer: bool, go_on: bool) -> str:
-        return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-            messages, tools=tools, tokenize=False, add_generation_prompt=answer, continue_final_message=go_on
-        )
+        assert self._chat_template is not None
+        return self._chat_template.render(messages, tools, answer=answer, go_on=go_on)
 
     @cached_property
     def _no_tools(self) -> list[dict[str, Any]] | None:
@@ -204,7 +206,7 @@ class Tokenizer:
 
     def stop_ids(self, path: Path) -> frozenset[int]:
         """Tokens that end an answer: the tokenizer's end, those of the model's generation config, and the usual ones by their text."""
-        ids = {self._tokenizer.eos_token_id, *(self._special[t] for t in END_TOKENS if t in self._special)}
+        ids = {self._vocabulary.end_id, *(self._special[t] for t in END_TOKENS if t in self._special)}
         config = path / "generation_config.json"
         if config.is_file():
             eos = json.loads(config.read_text()).get("eos_token_id")
@@ -213,7 +215,7 @@ class Tokenizer:
 
     def description(self) -> str:
         """The tokenizer as JSON, as the tokenizers library writes it."""
-        return self._tokenizer.backend_tokenizer.to_str()  # type: ignore[no-any-return]
+        return self._backend.to_str()
 
     def digest(self) -> str:
         return hashlib.sha256(self.description().encode()).hexdigest()
@@ -232,15 +234,6 @@ def with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
         return message
     rest = {key: value for key, value in message.items() if key != "reasoning_content"}
     return {**rest, "content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
-
-
-def open_tokenizer(path: Path) -> Any:
-    """What `tokenizer.json` says, whatever class its model has: looking for that one imports models, and takes a second of a start."""
-    if (path / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 class Detokenizer:

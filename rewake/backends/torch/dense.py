@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,8 +176,10 @@ def plan_of(config: Mapping[str, Any], source: NamedWeights) -> DensePlan:
         )
 
     embedding, dim = source.weights("embedding"), head_dim(config)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # numpy lets others work while it packs
+        layers = list(threads.map(layer, range(int(config["num_hidden_layers"]))))
     return DensePlan(
-        layers=[layer(i) for i in range(int(config["num_hidden_layers"]))],
+        layers=layers,
         embedding=embedding,
         head=embedding if config.get("tie_word_embeddings") else source.weights("head"),
         norm=required(source.norm("norm"), "norm"),
