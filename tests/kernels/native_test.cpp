@@ -306,7 +306,7 @@ bool steps_agree(int isa, bool raw, bool sandwich) {
 }  // namespace
 
 int main() {
-    const char* names[] = {"avx512", "avx2", "portable"};
+    const char* names[] = {"amx", "avx512", "avx2", "portable"};
     for (int isa = 0; isa < ISAS; isa++) {
         if (!rw_supported(isa)) continue;
         double worst = 0;

@@ -87,9 +87,14 @@ def forced(backends: Mapping[str, TorchBackend], tokens: Sequence[int], start: i
 def score(logs: Tensor, reference: Tensor, targets: Tensor) -> Scores:
     """From log-probabilities [tokens, vocab]."""
     nll = -logs.gather(1, targets[:, None])[:, 0]
-    kl = torch.zeros_like(nll) if logs is reference else (reference.exp() * (reference - logs)).sum(-1)
+    kl = torch.zeros_like(nll) if logs is reference else divergence(reference, logs)
     agree = logs.argmax(-1) == reference.argmax(-1)
     return Scores(nll.double().numpy(), kl.double().numpy(), agree.numpy())
+
+
+def divergence(reference: Tensor, logs: Tensor) -> Tensor:
+    """Row by row: of a large vocabulary, one row is what caches hold."""
+    return torch.stack([torch.dot(row.exp(), row - other) for row, other in zip(reference, logs, strict=True)])
 
 
 def read_k(backend: TorchBackend, tokens: int, first_page: int = 0) -> npt.NDArray[np.float32]:

@@ -97,9 +97,12 @@ constexpr int SUPER_GROUP = 256;  // columns whose scales share one
 constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level cache while all weights of a thread pass by
 constexpr int AHEAD = 1536;      // bytes of weights fetched in advance
 
-enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2 };
+constexpr int TILED_ROWS = 16;   // rows of a block of tiled inputs
 
-// Rows of activations as the products take them, in blocks of rows (the last one has what is left): [block][pair of columns][row].
+enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2, TILED_INPUTS = 4 };  // tiled ones are fixed ones for tile registers
+
+// Rows of activations as the products take them, in blocks of rows (the last one has what is left): [block][pair of columns][row];
+// if they are tiled, in blocks of TILED_ROWS (the last one, too): [block][group][upper bytes, lower bytes][row][column].
 struct Inputs {
     int64_t rows;
     int columns, kinds;
@@ -131,7 +134,7 @@ struct LinearKernels {
     void (*turn)(const HeadsJob&, int64_t first, int64_t last);  // of tokens * heads
     void (*add_normed)(float* x, const float* y, const float* norm, float eps, int columns, int64_t first, int64_t last);  // of rows
     void (*cap)(float* x, float cap, int64_t first, int64_t last);                                                      // of values
-    int row_block;
+    int least_tiled;  // rows from which inputs should be tiled; 0: never
 };
 
 struct AppendJob {

@@ -24,6 +24,7 @@ HEADERS = (
     "kernels_codes.h",
     "kernels_linear.h",
     "kernels_scores.h",
+    "kernels_tiles.h",
     "kernels_values.h",
     "pool.h",
     "simd_avx2.h",

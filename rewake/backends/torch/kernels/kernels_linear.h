@@ -26,6 +26,7 @@ struct Place {
     int64_t first;  // of the block
 };
 inline Place place_of(const Inputs& in, int64_t row) {
+    if (in.kinds & TILED_INPUTS) return {TILED_ROWS, (int)(row % TILED_ROWS), row / TILED_ROWS * TILED_ROWS};
     const int64_t first = row / LINEAR_ROWS * LINEAR_ROWS;
     return {(int)std::min<int64_t>(LINEAR_ROWS, in.rows - first), (int)(row - first), first};
 }
@@ -33,10 +34,12 @@ inline Place place_of(const Inputs& in, int64_t row) {
 // Column i of a group and the one it is paired with: of every 8 columns (0,4) (1,5) (2,6) (3,7).
 inline int paired(int pair) { return pair / 4 * 8 + pair % 4; }
 
+constexpr size_t HALF_BYTES = TILED_ROWS * COLUMNS;  // one byte of each activation of a tiled block of rows and a group
+
 // 32 activations of one row -> pairs for every kind of weights that will meet them.
 inline void put_group(const Inputs& in, const Place& at, int group, const float* x) {
     const int64_t base = (at.first * in.columns + (int64_t)group * COLUMNS * at.block_rows) / 2 + at.row;
-    if (in.kinds & FIXED_INPUTS) {
+    if (in.kinds & (FIXED_INPUTS | TILED_INPUTS)) {
         VI top = splat_int(0), sum = splat_int(0);
         for (int i = 0; i < COLUMNS; i += W) top = max_int(top, (VI)load(x + i) & splat_int(0x7FFFFFFF));
         const float step = fmaxf(max_lane((VF)top), 1e-25f) / 32767;
@@ -47,8 +50,14 @@ inline void put_group(const Inputs& in, const Place& at, int group, const float*
             store_i16(whole + i, q);
             sum = sum + q;
         }
-        for (int p = 0; p < COLUMNS / 2; p++)
-            in.pairs[base + (int64_t)p * at.block_rows] = (uint16_t)whole[paired(p)] | (uint32_t)(uint16_t)whole[paired(p) + 4] << 16;
+#if defined(REWAKE_TILES)
+        if (in.kinds & TILED_INPUTS) {
+            uint8_t* high = (uint8_t*)in.pairs + 2 * at.first * in.columns + group * 2 * HALF_BYTES + at.row * COLUMNS;
+            split_words(whole, high, high + HALF_BYTES);
+        } else
+#endif
+            for (int p = 0; p < COLUMNS / 2; p++)
+                in.pairs[base + (int64_t)p * at.block_rows] = (uint16_t)whole[paired(p)] | (uint32_t)(uint16_t)whole[paired(p) + 4] << 16;
         const int64_t term = at.first * (in.columns / COLUMNS) + (int64_t)group * at.block_rows + at.row;
         in.steps[term] = step;
         in.sums[term] = step * sum_lanes(to_float(sum));
@@ -118,22 +127,41 @@ template <class Act> inline void each_block(const Inputs& in, int64_t begin, int
     for (int64_t first = begin; first < end; first += LINEAR_ROWS) act(first, (int)std::min<int64_t>(LINEAR_ROWS, in.rows - first));
 }
 
-// Tiles [first, last) for all rows, put to out[row][output], or added to what is there.
+// y[rows][16] of a tile, put to out[row][output], or added to what is there.
+inline void put_rows(const RwLinear& w, int64_t tile, const float* y, int rows, float* out, int64_t stride, bool add) {
+    const int count = (int)std::min<int64_t>(OUTPUT_TILE, w.outputs - tile * OUTPUT_TILE);
+    for (int r = 0; r < rows; r++, y += OUTPUT_TILE) {
+        float* to = out + r * stride + tile * OUTPUT_TILE;
+        if (count == OUTPUT_TILE)
+            for (int i = 0; i < OUTPUT_TILE; i += W) store(to + i, add ? load(to + i) + load(y + i) : load(y + i));
+        else
+            for (int i = 0; i < count; i++) to[i] = add ? to[i] + y[i] : y[i];
+    }
+}
+
+// Tiles [first, last) for all rows.
 void multiply(const RwLinear& w, const Inputs& in, float* out, int64_t stride, bool add, int64_t first, int64_t last) {
     for (int64_t begin = 0; begin < in.rows; begin += ROW_PANEL)
         for (int64_t tile = first; tile < last; tile++)
             each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
                 alignas(64) float y[LINEAR_ROWS * OUTPUT_TILE];
                 multiply_tile(w, tile, in, row, rows, y);
-                const int count = (int)std::min<int64_t>(OUTPUT_TILE, w.outputs - tile * OUTPUT_TILE);
-                for (int r = 0; r < rows; r++) {
-                    float* to = out + (row + r) * stride + tile * OUTPUT_TILE;
-                    for (int i = 0; i < count; i++) to[i] = add ? to[i] + y[r * OUTPUT_TILE + i] : y[r * OUTPUT_TILE + i];
-                }
+                put_rows(w, tile, y, rows, out + row * stride, stride, add);
             });
 }
 
 inline VF activate(int kind, VF x) { return kind == SILU ? silu(x) : gelu_tanh(x); }
+
+// activation(gate) * up of a row and a group, from tiles of both: row r of those, `row` of what follows.
+template <int N> inline void put_gated(const GatedJob& job, const float (&gate)[2][N], const float (&up)[2][N], int64_t r, int64_t row, int group) {
+    alignas(64) float x[COLUMNS];
+    for (int c = 0; c < COLUMNS; c += W) {
+        const int64_t at = r * OUTPUT_TILE + c % OUTPUT_TILE;
+        const int t = c / OUTPUT_TILE;
+        store(x + c, activate(job.activation, load(gate[t] + at)) * load(up[t] + at));
+    }
+    put_group(job.out, place_of(job.out, row), group, x);
+}
 
 // Groups [first, last) for all rows.
 void multiply_gated(const GatedJob& job, int64_t first, int64_t last) {
@@ -142,18 +170,12 @@ void multiply_gated(const GatedJob& job, int64_t first, int64_t last) {
     for (int64_t begin = 0; begin < in.rows; begin += ROW_PANEL)
         for (int64_t group = first; group < last; group++)
             each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
-                alignas(64) float g[TILES][LINEAR_ROWS * OUTPUT_TILE], u[TILES][LINEAR_ROWS * OUTPUT_TILE], x[COLUMNS];
+                alignas(64) float g[TILES][LINEAR_ROWS * OUTPUT_TILE], u[TILES][LINEAR_ROWS * OUTPUT_TILE];
                 for (int t = 0; t < TILES; t++) {
                     multiply_tile(job.gate, group * TILES + t, in, row, rows, g[t]);
                     multiply_tile(job.up, group * TILES + t, in, row, rows, u[t]);
                 }
-                for (int r = 0; r < rows; r++) {
-                    for (int c = 0; c < COLUMNS; c += W) {
-                        const int at = r * OUTPUT_TILE + c % OUTPUT_TILE, t = c / OUTPUT_TILE;
-                        store(x + c, activate(job.activation, load(g[t] + at)) * load(u[t] + at));
-                    }
-                    put_group(job.out, place_of(job.out, row + r), (int)group, x);
-                }
+                for (int r = 0; r < rows; r++) put_gated(job, g, u, r, row + r, (int)group);
             });
 }
 
@@ -207,4 +229,4 @@ void cap_values(float* x, float cap, int64_t first, int64_t last) {
     memcpy(x + first, rest, (last - first) * sizeof(float));
 }
 
-constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, LINEAR_ROWS};
+constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, 0};

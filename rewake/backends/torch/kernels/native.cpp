@@ -13,6 +13,12 @@
 #if defined(__x86_64__) || defined(_M_X64)
 #define REWAKE_X86 1
 #include <immintrin.h>
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define REWAKE_HAS_AMX 1
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 // 2^x on [-0.5, 0.5] by powers of x: 1e-4, and exact at 0 (fitted by least squares). One power more would give 3e-6.
@@ -48,6 +54,9 @@ inline float from_f16(const void* p) {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #endif
+#if defined(REWAKE_HAS_AMX)
+#define REWAKE_TILES 1
+#endif
 namespace avx512 {
 #include "simd_avx512.h"
 #include "kernels_append.h"
@@ -56,7 +65,23 @@ namespace avx512 {
 #include "kernels_linear.h"
 #include "kernels_values.h"
 #include "kernels_attend.h"
+#if defined(REWAKE_TILES)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("amx-tile,amx-int8")
+#endif
+#include "kernels_tiles.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+constexpr Kernels tiled_kernels = {append, prepare, attend, merge, scratch_bytes, &tiled_linear_kernels};
+#endif
 }  // namespace avx512
+#undef REWAKE_TILES
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -93,11 +118,26 @@ namespace portable {
 
 namespace {
 
-enum Isa { AVX512, AVX2, PORTABLE, ISAS };
+enum Isa { AMX, AVX512, AVX2, PORTABLE, ISAS };
+
+#if defined(REWAKE_HAS_AMX)
+// Tile registers are there, and the system lets this process use them: it is asked once.
+bool has_tiles() {
+    static const bool has = [] {
+        constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+        unsigned a, b, c, d;
+        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1) && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+    }();
+    return has;
+}
+#endif
 
 bool supported(int isa) {
 #if defined(REWAKE_X86)
     __builtin_cpu_init();
+#if defined(REWAKE_HAS_AMX)
+    if (isa == AMX) return supported(AVX512) && has_tiles();
+#endif
     if (isa == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
@@ -109,6 +149,9 @@ bool supported(int isa) {
 const Kernels* kernels_of(int isa) {
     if (isa < 0 || isa >= ISAS || !supported(isa)) return nullptr;
 #if defined(REWAKE_X86)
+#if defined(REWAKE_HAS_AMX)
+    if (isa == AMX) return &avx512::tiled_kernels;
+#endif
     if (isa == AVX512) return &avx512::kernels;
     if (isa == AVX2) return &avx2::kernels;
 #endif
@@ -356,7 +399,7 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 4; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 5; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
 

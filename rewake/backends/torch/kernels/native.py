@@ -25,8 +25,8 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 
 __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
-ISAS = {"avx512": 0, "avx2": 1, "portable": 2}  # best first, by the library's numbers
-VERSION = 4  # of the interface to the library
+ISAS = {"amx": 0, "avx512": 1, "avx2": 2, "portable": 3}  # best first, by the library's numbers
+VERSION = 5  # of the interface to the library
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",

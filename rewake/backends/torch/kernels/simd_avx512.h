@@ -115,3 +115,12 @@ template <int BITS> inline void unpack_half_pair(const uint8_t* even, const uint
         out[1] = shift_halves<0, 8>(join_high(a, b)) & splat_int(0x00FF00FF);
     }
 }
+
+// 32 words as their upper and lower bytes: of every 8 columns, 0 2 4 6 and 1 3 5 7, as pairs of codes come out of their dwords.
+inline void split_words(const int16_t* whole, uint8_t* high, uint8_t* low) {
+    const __m512i order = _mm512_set_epi16(31, 29, 27, 25, 30, 28, 26, 24, 23, 21, 19, 17, 22, 20, 18, 16, 15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1,
+                                           6, 4, 2, 0);
+    const __m512i x = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(whole));
+    _mm256_storeu_si256((__m256i*)high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
+    _mm256_storeu_si256((__m256i*)low, _mm512_cvtepi16_epi8(x));
+}

@@ -36,7 +36,7 @@ class Step {
         }
         if (!args_.num_wanted) return OK;
         Inputs last = hidden_;
-        last.rows = args_.num_wanted;
+        last.rows = args_.num_wanted, last.kinds = kinds_for(last.rows);
         prepare(last, x_, args_.wanted, model_.norm);
         multiply({{&model_.head, args_.logits, model_.head.outputs}}, last, false);
         if (model_.logit_cap > 0) {
@@ -68,6 +68,12 @@ class Step {
     int kv_width() const { return model_.kv_heads * model_.head_dim; }
     int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
 
+    // How so many rows are best multiplied, which changes no bits.
+    int kinds_for(int64_t rows) const {
+        const bool tiled = model_.input_kinds == FIXED_INPUTS && linear_.least_tiled && rows >= linear_.least_tiled;
+        return tiled ? TILED_INPUTS : model_.input_kinds;
+    }
+
     size_t lay_out(char* base) {
         size_t used = 0;
         const auto take = [&](auto*& p, int64_t count) {
@@ -76,12 +82,13 @@ class Step {
         };
         const auto inputs = [&](Inputs& in, int columns) {
             const int kinds = model_.input_kinds;
-            in = {rows_, columns, kinds, nullptr, nullptr, nullptr, nullptr, nullptr};
-            take(in.pairs, kinds & FIXED_INPUTS ? rows_ * columns / 2 : 0);
+            const int64_t rows = (rows_ + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS;
+            in = {rows_, columns, kinds_for(rows_), nullptr, nullptr, nullptr, nullptr, nullptr};
+            take(in.pairs, kinds & FIXED_INPUTS ? rows * columns / 2 : 0);
             take(in.high, kinds & PLAIN_INPUTS ? rows_ * columns / 2 : 0);
             take(in.low, kinds & PLAIN_INPUTS ? rows_ * columns / 2 : 0);
-            take(in.steps, rows_ * columns / INPUT_GROUP);
-            take(in.sums, rows_ * columns / INPUT_GROUP);
+            take(in.steps, rows * columns / INPUT_GROUP);
+            take(in.sums, rows * columns / INPUT_GROUP);
         };
         take(x_, rows_ * model_.hidden);
         take(y_, model_.layers[0].attention_out_norm ? rows_ * model_.hidden : 0);
