@@ -12,6 +12,7 @@ from typing import Any
 
 from rewake.client import Client
 from rewake.config import Config
+from rewake.errors import ConfigError
 from rewake.terminal import count, say
 from rewake.workflows import Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
 
@@ -23,7 +24,9 @@ PLAY_FLAGS = ("model", "data", "memory", "disk", "kv", "context", "threads", "pe
 
 def add_play(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", type=Path, metavar="FILE", help="a scenario in YAML; see examples/scenarios")
-    parser.add_argument("--url", help="a running server; without it, one is started in this process")
+    parser.add_argument(
+        "--url", help="a running server, whose settings count (--model says which of its models); without it, one is started here"
+    )
     parser.add_argument("--texts", type=Path, metavar="DIR", help="directory of the texts that agents of the scenario know")
     parser.add_argument("--talk", type=Path, metavar="FILE", help="keep what is said here, and go on from there the next time")
     parser.add_argument("--until", type=int, metavar="N", help="stop behind phase N")
@@ -31,15 +34,29 @@ def add_play(parser: argparse.ArgumentParser) -> None:
 
 
 def play(config: Config, flags: dict[str, Any]) -> int:
+    check(flags)
     scenario = read_scenario(flags["scenario"])
     texts = read_texts(scenario, flags["texts"])
     record = Record(flags["talk"], scenario)
     prefix = (flags["prefix"] or flags["scenario"].stem) + "/"
-    with server(config, flags["url"]) as url, Client(url) as client:
+    with server(config, flags["url"]) as url, Client(url, flags["model"] if flags["url"] else None) as client:
+        client.model()  # whether there is a server is said before anything else
         screen = Screen(scenario)
         made = Play(scenario, client, prefix=prefix, texts=texts, record=record, on_phase=screen.phase, on_piece=screen.piece)
         asyncio.run(screen.show(made, flags["until"]))
     return 0
+
+
+def check(flags: dict[str, Any]) -> None:
+    """Whether what was given goes together. Raises ConfigError."""
+    if (url := flags["url"]) is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url is {url!r}: it must begin with http:// or https://")
+        for name in PLAY_FLAGS:
+            if name != "model" and flags[name] is not None:
+                raise ConfigError(f"--{name} is a setting of a server that is started here; the one at --url has its own")
+    if flags["until"] is not None and flags["until"] < 1:
+        raise ConfigError(f"--until is {flags['until']}: phases count from 1")
 
 
 @contextmanager

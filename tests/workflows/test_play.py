@@ -6,12 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rewake.cli import main
 from rewake.client import Client
 from rewake.errors import ConfigError, InvalidRequest
 from rewake.workflows import Agent, Play, Record, Scenario, Turn, read_scenario, read_texts
@@ -138,6 +140,21 @@ def test_the_record_of_another_scenario_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("hello\n")
     with pytest.raises(ConfigError, match="not the record"):
         Record(tmp_path / "other", scenario)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--url", "127.0.0.1:8000"), "must begin with http://"),
+        (("--url", "http://127.0.0.1:1", "--memory", "1GiB"), "--memory is a setting of a server that is started here"),
+        (("--url", "http://127.0.0.1:1/v1"), "no server at http://127.0.0.1:1: "),
+        (("--until", "0"), "phases count from 1"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["play", str(SCENARIOS / "interrogation.yaml"), *flags]) == 1
+    shown = capsys.readouterr()
+    assert told in shown.err and "==" not in shown.out
 
 
 GOOD: dict[str, Any] = {
