@@ -27,7 +27,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", help="a running server, whose settings count (--model says which of its models); without it, one is started here"
     )
-    parser.add_argument("--texts", type=Path, metavar="DIR", help="directory of the texts that agents of the scenario know")
+    parser.add_argument("--texts", type=Path, metavar="DIR", help="directory of the texts that agents of the scenario know (FILE's)")
     parser.add_argument("--talk", type=Path, metavar="FILE", help="keep what is said here, and go on from there the next time")
     parser.add_argument("--until", type=int, metavar="N", help="stop behind phase N")
     parser.add_argument("--as", dest="prefix", metavar="NAME", help="agents are called NAME/..., on the server (the file's name)")
@@ -36,7 +36,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
 def play(config: Config, flags: dict[str, Any]) -> int:
     check(flags)
     scenario = read_scenario(flags["scenario"])
-    texts = read_texts(scenario, flags["texts"])
+    texts = read_texts(scenario, flags["texts"] or flags["scenario"].parent)
     record = Record(flags["talk"], scenario)
     prefix = (flags["prefix"] or flags["scenario"].stem) + "/"
     with server(config, flags["url"]) as url, Client(url, flags["model"] if flags["url"] else None) as client:

@@ -86,7 +86,7 @@ def test_experts_and_a_coding_team_in_one_process(tmp_path: Path) -> None:
     files = read_scenario(SCENARIOS / "experts.yaml").files
     for file in files:
         (tmp_path / file).write_text(f"An article about {file.removesuffix('.txt').replace('_', ' ')}. " * 20)
-    for name, texts in (("experts", tmp_path), ("coding_team", SCENARIOS / "repository")):
+    for name, texts in (("experts", tmp_path), ("coding_team", SCENARIOS)):
         talk = tmp_path / f"{name}.jsonl"
         command = [sys.executable, "-m", "rewake", "play", str(shortened(name, tmp_path)), "--talk", str(talk), "--no-persist"]
         subprocess.run([*command, "--texts", str(texts), "--memory", "500MiB"], capture_output=True, text=True, check=True, timeout=300)
@@ -190,6 +190,12 @@ def test_what_is_wrong_in_a_scenario_is_named_by_its_place(change: dict[str, Any
     assert str(caught.value).startswith(f"{path}:") and told in str(caught.value)
 
 
+def test_the_scenario_in_the_documentation_is_one(tmp_path: Path) -> None:
+    text = (SCENARIOS.parents[1] / "docs" / "workflows.md").read_text()
+    (tmp_path / "boat.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    assert read_scenario(tmp_path / "boat.yaml").files == ["recipes.txt"]
+
+
 def test_lines_are_named_in_a_file_that_is_no_yaml_or_no_scenario(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     for text, told in (
@@ -207,7 +213,8 @@ def test_lines_are_named_in_a_file_that_is_no_yaml_or_no_scenario(tmp_path: Path
 
 def test_texts_that_are_not_there_are_named(tmp_path: Path) -> None:
     scenario = Scenario.model_validate({**GOOD, "agents": {**GOOD["agents"], "a": {"instructions": "x", "file": "no.txt"}}})
-    with pytest.raises(ConfigError, match="--texts"):
-        read_texts(scenario, None)
-    with pytest.raises(ConfigError, match=r"no\.txt"):
+    with pytest.raises(ConfigError, match=r"no\.txt.*--texts"):
+        read_texts(scenario, tmp_path)
+    (tmp_path / "no.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"no\.txt cannot be read"):
         read_texts(scenario, tmp_path)
