@@ -3,14 +3,11 @@
   persistent   cleared once, at the start
   cleared      all agents are forgotten before each phase; inside a phase, memory is used (the paper's "cold")
 
-Every turn has 150 tokens (fewer by those that its ends share with their neighbours), in both modes the same ones: what is said in the
-persistent mode, sampled greedily, is the script of the cleared mode; what an agent says there is counted as equal or not, and replaced
-by the script. Stop tokens are never sampled.
+Every turn has 150 tokens, in both modes the same ones: what is said in the persistent mode, sampled greedily, is the script of the
+cleared mode; what an agent says there is counted as equal or not, and replaced by the script. Stop tokens are never sampled.
 
-The interrogation (examples/scenarios): five phases, 25 turns, four agents. It is played twice in each mode:
-  whole turns    the server writes all 150 tokens: the times to the first token
-  20 tokens      are asked for, and a text that the server has not seen fills the turn: the wall time. The speaker reads the other 130
-                 with its next prompt, as it would a history that somebody else replays.
+The interrogation (examples/scenarios): five phases, 25 turns, four agents. Wall times are of whole turns, and of turns until their 20th
+piece of text is there, which is what is waited for with answers of 20 tokens.
 
 The experts: nine with an article of 3,000 words each, who answer for themselves, one after the other. Between the reading and the
 questions, the server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in
@@ -49,17 +46,12 @@ from rewake.workflows import Agent, Answer, Phase, Play, Record, Scenario, Turn,
 SCENARIOS = Path(__file__).parents[1] / "examples" / "scenarios"
 MODELS = ("smollm2-135m", "gemma3-270m")
 MODES = ("persistent", "cleared")
-SAMPLED, SPOKEN = 20, 150  # tokens of a turn: answered, and in all
+SPOKEN, SHORT = 150, 20  # tokens of a turn, and of one that would be short
 READING, QUESTIONS, DEFINITIONS = "Reading", "Questions", "Definitions"
 PLAIN = """\
 {{- bos_token }}
 {%- for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>assistant\\n' }}{% endif %}"""
-SCRIPT = """I have thought about it, and it is as I have said before: the lamp in the corridor was out, the door at the end of it stood
-open, and somebody had walked through the wet grass towards the wall. I counted the steps, I heard the bell, and I went back to where I
-was told to stay. If you ask me once more I will say the same, for there is nothing else that I could add to it; but ask the others, too,
-and compare what they tell you with the list on the wall, with the hours in the book, and with what the guard has written down that
-night. """
 Row = dict[str, Any]
 
 
@@ -98,24 +90,20 @@ class Server:
 
 
 class Script:
-    """Has agents speak: `sampled` tokens of the server's, and a text that fills the turn. With `lines`, those are what is said instead.
+    """Has agents speak, always as many tokens; with `lines`, those are what is said instead."""
 
-    Counts tokens as the model's tokenizer does.
-    """
-
-    def __init__(self, model: Path, sampled: int, lines: Sequence[str] = ()) -> None:
-        self.tokenizer = Tokenizer(model)
-        self.fields = {"max_tokens": sampled, "logit_bias": {str(token): -100 for token in self.tokenizer.stop_ids(model)}}
-        self.missing = SPOKEN - sampled
+    def __init__(self, model: Path, lines: Sequence[str] = ()) -> None:
+        self.fields = {"max_tokens": SPOKEN, "logit_bias": {str(token): -100 for token in Tokenizer(model).stop_ids(model)}}
         self.lines = list(lines)
-        self.num_said = self.num_equal = 0
+        self.num_equal = 0
+        self.short: list[float] = []  # seconds of each turn, until a short one would have ended
 
     async def __call__(self, agent: Agent, cue: str, on_piece: Callable[[str], object]) -> Answer:
-        answer = await agent.say(cue, on_piece=on_piece, **self.fields)
-        said = answer.text + self.tokenizer.decode(self.tokenizer.encode(" " + " ".join((SCRIPT * 3).split()))[: self.missing])
-        line = self.lines[self.num_said] if self.lines else said
-        self.num_said += 1
-        self.num_equal += said == line
+        started, came = time.perf_counter(), []
+        answer = await agent.say(cue, on_piece=lambda _: came.append(time.perf_counter() - started), **self.fields)
+        line = self.lines[len(self.short)] if self.lines else answer.text
+        self.num_equal += answer.text == line
+        self.short.append(came[SHORT - 1] if len(came) >= SHORT else answer.seconds)
         agent.messages[-1]["content"] = line
         return replace(answer, text=line)
 
@@ -222,32 +210,31 @@ def interrogation(model: str, path: Path, server: Server, repetitions: int) -> t
     scenario = calm(read_scenario(SCENARIOS / "interrogation.yaml"))
     phases = [phase.name for phase in scenario.phases]
     seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
-    walls: dict[tuple[str, int], list[float]] = {}
+    walls: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}  # of whole turns, and of short ones
     shares, equal = [], []
     for _ in range(repetitions):
-        for sampled in (SPOKEN, SAMPLED):
-            lines: list[str] = []
-            for mode in MODES:
-                voice = Script(path, sampled, lines)
-                turns, wall = perform(server, mode, scenario, {}, voice)
-                walls.setdefault((mode, sampled), []).append(wall)
-                print(f"{model}: interrogation, {sampled} tokens, {mode}: {wall:.0f} s", file=sys.stderr)
-                if mode == "persistent":
-                    lines = [turn.answer.text for turn in turns]
-                    shares.append(extended(turns))
-                else:
-                    equal.append(voice.num_equal)
-                for number, phase in enumerate(phases if sampled == SPOKEN else []):
-                    seen[phase][mode].append(means([turn for turn in turns if turn.phase == number]))
+        lines: list[str] = []
+        for mode in MODES:
+            voice = Script(path, lines)
+            turns, wall = perform(server, mode, scenario, {}, voice)
+            walls[mode].append((wall, sum(voice.short)))
+            print(f"{model}: interrogation, {mode}: {wall:.0f} s", file=sys.stderr)
+            if mode == "persistent":
+                lines = [turn.answer.text for turn in turns]
+                shares.append(extended(turns))
+            else:
+                equal.append(voice.num_equal)
+            for number, phase in enumerate(phases):
+                seen[phase][mode].append(means([turn for turn in turns if turn.phase == number]))
     rows = [compared(model, phase, seen[phase]) for phase in phases]
-    for sampled in (SPOKEN, SAMPLED):
-        cold, kept = (1000 * statistics.median(walls[mode, sampled]) for mode in ("cleared", "persistent"))
-        rows.append({"model": model, "phase": f"wall, {sampled} tokens asked", "cleared ms": cold, "persistent ms": kept, "x": cold / kept})
+    for what, tokens in enumerate((SPOKEN, SHORT)):
+        cold, kept = (1000 * statistics.median(wall[what] for wall in walls[mode]) for mode in ("cleared", "persistent"))
+        rows.append({"model": model, "phase": f"wall, {tokens} tokens", "cleared ms": cold, "persistent ms": kept, "x": cold / kept})
     print(f"{model}: {min(equal)} of 25 turns said alike in both modes; EXTEND {min(shares):.0%} of turns after an agent's first")
     bars = [
         Bar("interrogation", f"{model}: EXTEND share", min(shares), 1),
         Bar("interrogation", f"{model}: last phase, cleared / persistent", rows[len(phases) - 1]["x"], 5),
-        Bar("interrogation", f"{model}: wall time saved, {SAMPLED} tokens asked", 1 - 1 / rows[-1]["x"], 0.4),
+        Bar("interrogation", f"{model}: wall time saved, answers of {SHORT} tokens", 1 - 1 / rows[-1]["x"], 0.4),
     ]
     return rows, bars
 
@@ -261,12 +248,12 @@ def experts(model: str, path: Path, server: Server, folder: Path, repetitions: i
     seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
     shares, equal = [], []
     for _ in range(repetitions):
-        turns = {"persistent": perform(server, "persistent", scenario, texts, Script(path, SPOKEN), killed_before=QUESTIONS)[0]}
+        turns = {"persistent": perform(server, "persistent", scenario, texts, Script(path), killed_before=QUESTIONS)[0]}
         shares.append(extended(turns["persistent"]))
         read = [turn for turn in turns["persistent"] if names[turn.phase] == READING]
-        voice = Script(path, SPOKEN, [turn.answer.text for turn in turns["persistent"][len(read) :]])
+        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]])
         turns["cleared"], _ = perform(server, "cleared", scenario, texts, voice, known=read, killed_before=QUESTIONS)
-        equal.append(voice.num_equal / voice.num_said)
+        equal.append(voice.num_equal / len(voice.lines))
         for phase in phases:
             for mode in MODES:
                 seen[phase][mode].append(means(list(first_calls(turns[mode], names, phase, but="router").values())))
