@@ -109,7 +109,7 @@ class Script:
 
 
 def calm(scenario: Scenario) -> Scenario:
-    """Greedily, and whatever is read at once read one after the other."""
+    """Greedily, without penalties, and whatever is read at once read one after the other."""
     phases: list[Phase] = []
     for phase in scenario.phases:
         if phase.order == "broadcast":
@@ -117,7 +117,7 @@ def calm(scenario: Scenario) -> Scenario:
             phases += [phase.model_copy(update={**one, "speakers": [speaker]}) for speaker in phase.speakers]
         else:
             phases.append(phase)
-    return scenario.model_copy(update={"phases": phases, "temperature": 0.0})
+    return scenario.model_copy(update={"phases": phases, "temperature": 0.0, "frequency_penalty": 0.0})
 
 
 def few(scenario: Scenario, most: int) -> Scenario:

@@ -13,6 +13,7 @@ from typing import Any
 from rewake.client import Client
 from rewake.config import Config
 from rewake.errors import ConfigError
+from rewake.logs import begin_logging
 from rewake.terminal import count, say
 from rewake.workflows import Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
 
@@ -40,9 +41,11 @@ def play(config: Config, flags: dict[str, Any]) -> int:
     record = Record(flags["talk"], scenario)
     prefix = (flags["prefix"] or flags["scenario"].stem) + "/"
     with server(config, flags["url"]) as url, Client(url, flags["model"] if flags["url"] else None) as client:
-        client.model()  # whether there is a server is said before anything else
+        name = client.model()  # whether there is a server is said before anything else
         screen = Screen(scenario)
         made = Play(scenario, client, prefix=prefix, texts=texts, record=record, on_phase=screen.phase, on_piece=screen.piece)
+        for agent in made.agents.values():
+            agent.model = name
         asyncio.run(screen.show(made, flags["until"]))
     return 0
 
@@ -67,6 +70,7 @@ def server(config: Config, url: str | None) -> Iterator[str]:
     from rewake.api.server import in_background
     from rewake.services import Services
 
+    begin_logging("warning", config.log_format)  # the talk is shown here, not who asked for what
     say(f"Loading {config.model} ...")
     services = Services(replace(config, log_level="warning"))
     try:
@@ -87,6 +91,8 @@ class Screen:
         about = ", ".join(self.scenario.called(name) for name in phase.there)
         private = ", in private" if self.scenario.rooms[phase.room].private else ""
         say(f"\n== {number + 1}. {phase.name} ({about}{private})")
+        if phase.order == "broadcast":
+            say("All answer at once; it is shown when the last one has ended.")
 
     def piece(self, speaker: str, piece: str) -> None:
         if self.speaker != speaker:

@@ -80,6 +80,7 @@ class Play:
             prefix + name,
             "\n\n".join(part.strip() for part in instructions if part.strip()),
             temperature=self.scenario.temperature,
+            frequency_penalty=self.scenario.frequency_penalty,
             max_tokens=person.max_tokens or self.scenario.max_tokens,
         )
 

@@ -89,7 +89,9 @@ def test_experts_and_a_coding_team_in_one_process(tmp_path: Path) -> None:
     for name, texts in (("experts", tmp_path), ("coding_team", SCENARIOS)):
         talk = tmp_path / f"{name}.jsonl"
         command = [sys.executable, "-m", "rewake", "play", str(shortened(name, tmp_path)), "--talk", str(talk), "--no-persist"]
-        subprocess.run([*command, "--texts", str(texts), "--memory", "500MiB"], capture_output=True, text=True, check=True, timeout=300)
+        command += ["--texts", str(texts), "--memory", "500MiB"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        assert shown.stdout.startswith("Loading") and not shown.stderr, "a talk, and no log of requests"
         all_but_the_first_extend(lines(talk))
     asked = [turn["speaker"] for turn in lines(tmp_path / "experts.jsonl") if turn["phase"] == 1]
     assert len(asked) == 15 and asked[::3] == ["router"] * 5
