@@ -9,7 +9,8 @@ cleared mode; what an agent says there is counted as equal or not, and replaced 
 The interrogation (examples/scenarios): five phases, 25 turns, four agents. Wall times are of whole turns, and of turns until their 20th
 piece of text is there, which is what is waited for with answers of 20 tokens.
 
-The experts: nine with an article of 3,000 words each, who answer for themselves, one after the other. Between the reading and the
+The experts: nine with an article of 3,000 words each, who answer for themselves, one after the other. Whom the router calls up is given
+by a grammar with one sentence in it: the names of the two who know most about the question. Between the reading and the
 questions, the server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in
 both modes: the first one of each expert in a phase. Reading is the same in both, and is done once.
 
@@ -42,12 +43,14 @@ from rewake.client import Client
 from rewake.models import resolve
 from rewake.text.tokenizer import Tokenizer
 from rewake.workflows import Agent, Answer, Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
+from rewake.workflows.orders import called_up
 
 SCENARIOS = Path(__file__).parents[1] / "examples" / "scenarios"
 MODELS = ("smollm2-135m", "gemma3-270m")
 MODES = ("persistent", "cleared")
 SPOKEN, SHORT = 150, 20  # tokens of a turn, and of one that would be short
 READING, QUESTIONS, DEFINITIONS = "Reading", "Questions", "Definitions"
+ROUTER = "router"
 PLAIN = """\
 {{- bos_token }}
 {%- for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}{% endfor %}
@@ -90,17 +93,19 @@ class Server:
 
 
 class Script:
-    """Has agents speak, always as many tokens; with `lines`, those are what is said instead."""
+    """Has agents speak, always as many tokens; with `lines`, those are what is said instead. The router calls up who is in `calls`."""
 
-    def __init__(self, model: Path, lines: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, lines: Sequence[str] = (), calls: Sequence[str] = ()) -> None:
         self.fields = {"max_tokens": SPOKEN, "logit_bias": {str(token): -100 for token in Tokenizer(model).stop_ids(model)}}
+        self.calls = [{"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": {"const": c}}}} for c in calls]
         self.lines = list(lines)
         self.num_equal = 0
         self.short: list[float] = []  # seconds of each turn, until a short one would have ended
 
     async def __call__(self, agent: Agent, cue: str, on_piece: Callable[[str], object]) -> Answer:
         started, came = time.perf_counter(), []
-        answer = await agent.say(cue, on_piece=lambda _: came.append(time.perf_counter() - started), **self.fields)
+        fields = self.calls.pop(0) if agent.name == ROUTER else self.fields
+        answer = await agent.say(cue, on_piece=lambda _: came.append(time.perf_counter() - started), **fields)
         line = self.lines[len(self.short)] if self.lines else answer.text
         self.num_equal += answer.text == line
         self.short.append(came[SHORT - 1] if len(came) >= SHORT else answer.seconds)
@@ -192,6 +197,14 @@ def extended(turns: Sequence[Turn]) -> float:
     return sum(kinds) / len(kinds)
 
 
+def calls(scenario: Scenario) -> list[str]:
+    """Whom the router names for each question: those who know most about it. (Small models name the same two each time.)"""
+    phase = next(phase for phase in scenario.phases if phase.moderator == ROUTER)
+    names = {name: scenario.called(name) for name in phase.speakers}
+    about = {name: scenario.agents[name].about for name in phase.speakers}
+    return [", ".join(names[name] for name in called_up("", names, phase.asks, question, about)) for question in phase.questions]
+
+
 def means(turns: Sequence[Turn]) -> dict[str, float]:
     """The time to the first token; tokens of the prompts, and of those, computed and read from disk."""
     tokens = {what: statistics.mean(turn.answer.report[f"{what}_tokens"] for turn in turns) for what in ("prompt", "computed", "loaded")}
@@ -248,15 +261,17 @@ def experts(model: str, path: Path, server: Server, folder: Path, repetitions: i
     seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
     shares, equal = [], []
     for _ in range(repetitions):
-        turns = {"persistent": perform(server, "persistent", scenario, texts, Script(path), killed_before=QUESTIONS)[0]}
+        turns = {
+            "persistent": perform(server, "persistent", scenario, texts, Script(path, calls=calls(scenario)), killed_before=QUESTIONS)[0]
+        }
         shares.append(extended(turns["persistent"]))
         read = [turn for turn in turns["persistent"] if names[turn.phase] == READING]
-        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]])
+        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]], calls(scenario))
         turns["cleared"], _ = perform(server, "cleared", scenario, texts, voice, known=read, killed_before=QUESTIONS)
         equal.append(voice.num_equal / len(voice.lines))
         for phase in phases:
             for mode in MODES:
-                seen[phase][mode].append(means(list(first_calls(turns[mode], names, phase, but="router").values())))
+                seen[phase][mode].append(means(list(first_calls(turns[mode], names, phase, but=ROUTER).values())))
         print(f"{model}: experts, persistent and cleared", file=sys.stderr)
     rows = [compared(model, phase, seen[phase]) for phase in phases]
     print(f"{model}: {min(equal):.0%} of turns said alike in both modes; EXTEND {min(shares):.0%} of turns after an agent's first")
