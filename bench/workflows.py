@@ -10,9 +10,9 @@ The interrogation (examples/scenarios): five phases, 25 turns, four agents. Wall
 piece of text is there, which is what is waited for with answers of 20 tokens.
 
 The experts: nine with an article of 3,000 words each, who answer for themselves, one after the other. Whom the router calls up is given
-by a grammar with one sentence in it: the names of the two who know most about the question. Between the reading and the
-questions, the server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in
-both modes: the first one of each expert in a phase. Reading is the same in both, and is done once.
+by a grammar with one sentence in it: the names of the two who know most about the question. Between the reading and the questions, the
+server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in both modes: the
+first one of each expert in a phase. Reading is the same in both, and is done once.
 
 Everything goes through HTTP, to a server process of its own; the list of messages is sent whole. TTFT is from sending to the first piece
 of text. Times of a phase are means over its turns (as in the paper), then medians of interleaved repetitions; clearing and starting
@@ -256,17 +256,17 @@ def experts(model: str, path: Path, server: Server, folder: Path, repetitions: i
     whole = read_scenario(SCENARIOS / "experts.yaml")
     texts = read_texts(whole, folder)
     scenario = calm(few(whole, most))
+    called = calls(scenario)
     names = [phase.name for phase in scenario.phases]
     phases = (READING, QUESTIONS, DEFINITIONS)
     seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
     shares, equal = [], []
     for _ in range(repetitions):
-        turns = {
-            "persistent": perform(server, "persistent", scenario, texts, Script(path, calls=calls(scenario)), killed_before=QUESTIONS)[0]
-        }
+        voice = Script(path, calls=called)
+        turns = {"persistent": perform(server, "persistent", scenario, texts, voice, killed_before=QUESTIONS)[0]}
         shares.append(extended(turns["persistent"]))
         read = [turn for turn in turns["persistent"] if names[turn.phase] == READING]
-        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]], calls(scenario))
+        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]], called)
         turns["cleared"], _ = perform(server, "cleared", scenario, texts, voice, known=read, killed_before=QUESTIONS)
         equal.append(voice.num_equal / len(voice.lines))
         for phase in phases:
