@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
     rows, bars = [], []
     for model, config in CONFIGS.items():
         spec = ModelCacheSpec.from_config(config)
-        for kv in ("q4", "q4+"):
+        for kv in ("q4", "q4+", "bf16"):
             if kv not in CODINGS:
                 continue
             planes = spec.planes(*CODINGS[kv])

@@ -21,6 +21,20 @@ RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 Row = Mapping[str, Any]
+PHASES = ("Interrogation of Marco", "Interrogation of Danny", "The yard", "Final reckoning", "The verdict")  # of examples/scenarios
+MEASURED_BY = {  # the command that makes each result
+    "ttft": "bench.ttft",
+    "longctx": "bench.longctx",
+    "together": "bench.concurrency --only together",
+    "arrivals": "bench.concurrency --only arrival --only staggered",
+    "robin": "bench.concurrency --only robin",
+    "steps": "bench.peers --check steps",
+    "capacity": "bench.capacity",
+    "quality-smollm2": "bench.quality",
+    "quality-gemma3": "bench.quality --model gemma3-270m",
+    "workflows": "bench.workflows --articles DIR",
+    "ablation": "bench.ablation",
+}
 
 PAPER_TTFT = {  # milliseconds at 1k, 4k, 16k: cold, warm (from disk), hot
     "Gemma 3 12B": ((3964, 475, 683), (15736, 577, 719), (74219, 795, 934)),
@@ -48,8 +62,8 @@ class Results:
         return [row for row in rows if all(row.get(key) == value for key, value in equal.items())]
 
     def source(self, name: str) -> str:
-        found = self.found.get(name)
-        return f"*`bench.{found['bench']}` at {found['commit']}, {found['machine']}.*" if found else f"*Not measured: {name}.*"
+        found, command = self.found.get(name), f"python -m {MEASURED_BY[name]} --json bench/results/{name}.json"
+        return f"*`{command}` at {found['commit']}, {found['machine']}.*" if found else f"*Not measured: `{command}`.*"
 
 
 def markdown(rows: Iterable[Row], columns: Sequence[str] | None = None) -> str:
@@ -145,10 +159,13 @@ def quality(results: Results) -> list[str]:
 
 
 def workflows(results: Results) -> list[str]:
+    rows = results.rows("workflows")
     return [
-        "Persistent against cleared before each phase, scripted turns equal in both. The paper: 1.9x in the last phase, 23 % of the time"
-        " saved (table 7), experts 24x (table 8).",
-        markdown(results.rows("workflows")),
+        "Means over a phase's turns, persistent against cleared before each phase, the same texts in both; `new` are the tokens that the"
+        " persistent mode computes of its prompts. The paper: 1.9x in the last phase, 23 % of the time saved (table 7), experts 24x"
+        " (table 8).",
+        markdown(rows),
+        *(["![Phases](images/phases.svg)"] if rows else []),
     ]
 
 
@@ -157,18 +174,41 @@ def ablation(results: Results) -> list[str]:
     rows: list[Row] = []
 
     def add(piece: str, what: str, with_it: float, without: float) -> None:
-        better = max(with_it, without) / min(with_it, without)
+        better = max(with_it, without) / max(min(with_it, without), 1)
         rows.append({"piece": piece, "measured": what, "with": with_it, "without": without, "ratio": better})
 
+    of = {row["without"]: row for row in results.rows("ablation")}
+    if of:
+        for piece, what in (("persistence", "turn ms"), ("4 bits", "agents in memory"), ("batching", "four at once, tokens/s")):
+            add(piece, what, of["nothing"][what], of[piece][what])
     for at in results.rows("ttft", context=4000):
         add("persistence", "TTFT at 4k, ms", at["restored ms"], at["cold ms"])
     turns = {row["engine"]: row for row in results.rows("robin") if "all rounds s" in row}
     if {"rewake", "rewake no-persist"} <= set(turns):
         add("persistence", "ten agents in turn, TTFT ms", *(turns[name]["later p50 ms"] for name in ("rewake", "rewake no-persist")))
+    for model, held in of_16_bits(results).items():
+        add("4 bits", f"{model}: agents of 4k in 10.2 GiB", *held)
     together = {row["agents"]: row["tokens/s"] for row in results.rows("together", group="together", depth=1024)}
     if {1, 8} <= set(together):
         add("batching", "8 agents at 1k, tokens/s", together[8], together[1])
-    return ["The paper's table 6: persistence 27x, 4 bits 4x as many agents, batching 2x, phases 1.9x.", markdown(rows)]
+    for row in results.rows("workflows"):
+        if row["phase"] == PHASES[-1]:
+            add("phases", f"{row['model']}: TTFT in the last of five, ms", row["persistent ms"], row["cleared ms"])
+    return [
+        "Eight agents, memory for four in 4 bits, and one piece taken away:",
+        markdown(results.rows("ablation")),
+        "The same, with what the benches above have measured (the paper's table 6: persistence 27x, 4 bits 4x as many agents, batching 2x,"
+        " phases 1.9x):",
+        markdown(rows),
+    ]
+
+
+def of_16_bits(results: Results) -> dict[str, tuple[float, float]]:
+    """How many agents of 4k fit in 4 and in 16 bits, by model."""
+    found: dict[str, dict[str, float]] = {}
+    for row in results.rows("capacity"):
+        found.setdefault(row["model"], {})[row["kv"]] = row["4k"]
+    return {model: (held["q4"], held["bf16"]) for model, held in found.items() if {"q4", "bf16"} <= set(held)}
 
 
 SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...] = (
@@ -181,7 +221,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...
     ("Capacity", ("capacity",), capacity),
     ("Quality", (), quality),
     ("Phases and routing", ("workflows",), workflows),
-    ("What each piece is worth", (), ablation),
+    ("What each piece is worth", ("ablation",), ablation),
 )
 
 
@@ -232,6 +272,12 @@ def plot(results: Results, images: Path) -> None:
     for row in results.rows("together", group="together"):
         if "agents" in row:
             depths.setdefault(f"{row['depth']} tokens each", []).append((row["agents"], row["tokens/s"]))
+    phases: dict[str, list[tuple[float, float]]] = {}
+    for row in results.rows("workflows"):
+        if row["phase"] in PHASES:
+            for mode in ("cleared", "persistent"):
+                phases.setdefault(f"{row['model']}, {mode}", []).append((1 + PHASES.index(row["phase"]), row[f"{mode} ms"]))
+    save("phases.svg", "Five phases of an interrogation", "phase", "ms to the first token", phases, log=False)
     save("together.svg", "Decoding together", "agents", "tokens/s in all", depths, log=False)
 
 

@@ -1,16 +1,18 @@
 """Teams of agents over phases: with memory from phase to phase, and with all memory cleared before each phase.
 
-The interrogation (examples/scenarios): five phases, 25 turns, four agents. Of each turn 20 tokens are sampled, greedily; the turn is then
-filled with a scripted text up to 150 tokens, for the speaker as for those who hear it. So the speaker computes the other 130 as part of
-its next prompt, as it would a history that somebody else replays. Both modes are given the same script, and as sampling is greedy, they
-say the same as far as they compute the same (the table counts the turns that are equal).
-
-The experts: nine with an article of 3,000 words each, who answer for themselves (20 tokens), one after the other. Between the reading
-and the questions, the server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in
-both modes: the first one of each expert in the phase of the questions.
-
   persistent   cleared once, at the start
   cleared      all agents are forgotten before each phase; inside a phase, memory is used (the paper's "cold")
+
+Every turn has 150 tokens, in both modes the same ones: what is said in the persistent mode, sampled greedily, is the script of the
+cleared mode; what an agent says there is counted as equal or not, and replaced by the script. Stop tokens are never sampled.
+
+The interrogation (examples/scenarios): five phases, 25 turns, four agents. Wall times are of whole turns, and of turns until their 20th
+piece of text is there, which is what is waited for with answers of 20 tokens.
+
+The experts: nine with an article of 3,000 words each, who answer for themselves, one after the other. Whom the router calls up is given
+by a grammar with one sentence in it: the names of the two who know most about the question. Between the reading and the questions, the
+server is killed and started anew, so that persistent experts are woken from disk. Compared are the same calls in both modes: the
+first one of each expert in a phase. Reading is the same in both, and is done once.
 
 Everything goes through HTTP, to a server process of its own; the list of messages is sent whole. TTFT is from sending to the first piece
 of text. Times of a phase are means over its turns (as in the paper), then medians of interleaved repetitions; clearing and starting
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,23 +42,19 @@ from bench.common import Bar, finish, flags, table
 from rewake.client import Client
 from rewake.models import resolve
 from rewake.text.tokenizer import Tokenizer
-from rewake.workflows import Agent, Answer, Phase, Play, Scenario, Turn, read_scenario, read_texts
+from rewake.workflows import Agent, Answer, Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
+from rewake.workflows.orders import called_up
 
-Voice = Callable[[Agent, str, Callable[[str], object]], Awaitable[Answer]]
 SCENARIOS = Path(__file__).parents[1] / "examples" / "scenarios"
 MODELS = ("smollm2-135m", "gemma3-270m")
 MODES = ("persistent", "cleared")
-SAMPLED, SPOKEN = 20, 150  # tokens of a turn: answered, and in all
+SPOKEN, SHORT = 150, 20  # tokens of a turn, and of one that would be short
 READING, QUESTIONS, DEFINITIONS = "Reading", "Questions", "Definitions"
+ROUTER = "router"
 PLAIN = """\
 {{- bos_token }}
 {%- for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>assistant\\n' }}{% endif %}"""
-SCRIPT = """I have thought about it, and it is as I have said before: the lamp in the corridor was out, the door at the end of it stood
-open, and somebody had walked through the wet grass towards the wall. I counted the steps, I heard the bell, and I went back to where I
-was told to stay. If you ask me once more I will say the same, for there is nothing else that I could add to it; but ask the others, too,
-and compare what they tell you with the list on the wall, with the hours in the book, and with what the guard has written down that
-night. """
 Row = dict[str, Any]
 
 
@@ -95,28 +93,28 @@ class Server:
 
 
 class Script:
-    """Has agents speak: a sampled beginning, then the script. Counts tokens as the model's tokenizer does."""
+    """Has agents speak, always as many tokens; with `lines`, those are what is said instead. The router calls up who is in `calls`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, model: Path, lines: Sequence[str] = (), calls: Sequence[str] = ()) -> None:
+        self.fields = {"max_tokens": SPOKEN, "logit_bias": {str(token): -100 for token in Tokenizer(model).stop_ids(model)}}
+        self.calls = [{"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": {"const": c}}}} for c in calls]
+        self.lines = list(lines)
+        self.num_equal = 0
+        self.short: list[float] = []  # seconds of each turn, until a short one would have ended
 
     async def __call__(self, agent: Agent, cue: str, on_piece: Callable[[str], object]) -> Answer:
-        answer = await agent.say(cue, on_piece=on_piece)
-        if answer.finish_reason != "length":  # it has ended: nothing can be put behind it
-            return answer
-        missing = SPOKEN - len(self.tokenizer.encode(answer.text))
-        rest = self.tokenizer.decode(self.tokenizer.encode(" " + " ".join((SCRIPT * 3).split()))[:missing])
-        agent.messages[-1]["content"] = answer.text + rest
-        return replace(answer, text=answer.text + rest)
+        started, came = time.perf_counter(), []
+        fields = self.calls.pop(0) if agent.name == ROUTER else self.fields
+        answer = await agent.say(cue, on_piece=lambda _: came.append(time.perf_counter() - started), **fields)
+        line = self.lines[len(self.short)] if self.lines else answer.text
+        self.num_equal += answer.text == line
+        self.short.append(came[SHORT - 1] if len(came) >= SHORT else answer.seconds)
+        agent.messages[-1]["content"] = line
+        return replace(answer, text=line)
 
 
-async def say(agent: Agent, cue: str, on_piece: Callable[[str], object]) -> Answer:
-    return await agent.say(cue, on_piece=on_piece)
-
-
-def short(scenario: Scenario) -> Scenario:
-    """With answers of 20 tokens, greedily, and whatever is read at once read one after the other."""
-    people = {name: person.model_copy(update={"max_tokens": SAMPLED}) for name, person in scenario.agents.items()}
+def calm(scenario: Scenario) -> Scenario:
+    """Greedily, without penalties, and whatever is read at once read one after the other."""
     phases: list[Phase] = []
     for phase in scenario.phases:
         if phase.order == "broadcast":
@@ -124,7 +122,7 @@ def short(scenario: Scenario) -> Scenario:
             phases += [phase.model_copy(update={**one, "speakers": [speaker]}) for speaker in phase.speakers]
         else:
             phases.append(phase)
-    return scenario.model_copy(update={"agents": people, "phases": phases, "temperature": 0.0})
+    return scenario.model_copy(update={"phases": phases, "temperature": 0.0, "frequency_penalty": 0.0})
 
 
 def few(scenario: Scenario, most: int) -> Scenario:
@@ -140,9 +138,9 @@ def few(scenario: Scenario, most: int) -> Scenario:
 
 
 def perform(
-    server: Server, mode: str, scenario: Scenario, texts: dict[str, str], voice: Voice, killed_before: str = ""
+    server: Server, mode: str, scenario: Scenario, texts: dict[str, str], voice: Script, known: Sequence[Turn] = (), killed_before: str = ""
 ) -> tuple[list[Turn], float]:
-    """The turns, and the seconds they took together."""
+    """The turns, and the seconds they took together. `known` ones have been said already, and nobody is asked for them."""
     names = [phase.name for phase in scenario.phases]
     pauses = 0.0
 
@@ -164,7 +162,9 @@ def perform(
         return [turn async for turn in play.run()]
 
     with Client(server.url) as client:
-        play = Play(scenario, client, texts=texts, voice=voice, on_phase=before)
+        record = Record(None, scenario)
+        record.turns = [replace(turn, recorded=True) for turn in known]
+        play = Play(scenario, client, texts=texts, record=record, voice=voice, on_phase=before)
         model = client.model()
         for agent in play.agents.values():
             agent.model = model
@@ -197,66 +197,84 @@ def extended(turns: Sequence[Turn]) -> float:
     return sum(kinds) / len(kinds)
 
 
-def interrogation(model: str, server: Server, tokenizer: Tokenizer, repetitions: int) -> tuple[list[Row], list[Bar]]:
-    scenario = short(read_scenario(SCENARIOS / "interrogation.yaml"))
-    times: dict[tuple[str, int], list[float]] = {}
-    walls: dict[str, list[float]] = {mode: [] for mode in MODES}
-    shares, tokens, same = [], {}, []
-    for repetition in range(repetitions):
-        turns = {}
+def calls(scenario: Scenario) -> list[str]:
+    """Whom the router names for each question: those who know most about it. (Small models name the same two each time.)"""
+    phase = next(phase for phase in scenario.phases if phase.moderator == ROUTER)
+    names = {name: scenario.called(name) for name in phase.speakers}
+    about = {name: scenario.agents[name].about for name in phase.speakers}
+    return [", ".join(names[name] for name in called_up("", names, phase.asks, question, about)) for question in phase.questions]
+
+
+def means(turns: Sequence[Turn]) -> dict[str, float]:
+    """The time to the first token; tokens of the prompts, and of those, computed and read from disk."""
+    tokens = {what: statistics.mean(turn.answer.report[f"{what}_tokens"] for turn in turns) for what in ("prompt", "computed", "loaded")}
+    return {"ms": statistics.mean(map(ttft, turns)), **tokens}
+
+
+def compared(model: str, phase: str, seen: dict[str, list[dict[str, float]]]) -> Row:
+    """A row: means of the same turns in both modes, for each repetition."""
+    cold, kept = (statistics.median(found["ms"] for found in seen[mode]) for mode in ("cleared", "persistent"))
+    tokens = seen["persistent"][-1]
+    row = {"model": model, "phase": phase, "prompt": tokens["prompt"], "new": tokens["computed"], "from disk": tokens["loaded"]}
+    return {**row, "cleared ms": cold, "persistent ms": kept, "x": cold / kept}
+
+
+def interrogation(model: str, path: Path, server: Server, repetitions: int) -> tuple[list[Row], list[Bar]]:
+    scenario = calm(read_scenario(SCENARIOS / "interrogation.yaml"))
+    phases = [phase.name for phase in scenario.phases]
+    seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
+    walls: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}  # of whole turns, and of short ones
+    shares, equal = [], []
+    for _ in range(repetitions):
+        lines: list[str] = []
         for mode in MODES:
-            turns[mode], wall = perform(server, mode, scenario, {}, Script(tokenizer))
-            walls[mode].append(wall)
-            for phase in range(len(scenario.phases)):
-                own = [turn for turn in turns[mode] if turn.phase == phase]
-                times.setdefault((mode, phase), []).append(statistics.mean(map(ttft, own)))
-                tokens[phase] = statistics.mean(turn.answer.report["prompt_tokens"] for turn in own)
-        shares.append(extended(turns["persistent"]))
-        same.append(sum(a.answer.text == b.answer.text for a, b in zip(*turns.values(), strict=True)))
-        print(f"{model}: interrogation {repetition + 1} of {repetitions}", file=sys.stderr)
-    rows = []
-    for number, phase in enumerate(scenario.phases):
-        cold, kept = (statistics.median(times[mode, number]) for mode in ("cleared", "persistent"))
-        row = {"model": model, "phase": phase.name, "prompt": tokens[number], "cleared ms": cold, "persistent ms": kept}
-        rows.append({**row, "x": cold / kept})
-    cold, kept = (statistics.median(walls[mode]) for mode in ("cleared", "persistent"))
-    rows.append(
-        {"model": model, "phase": "wall time", "prompt": "", "cleared ms": 1000 * cold, "persistent ms": 1000 * kept, "x": cold / kept}
-    )
-    print(f"{model}: turns with equal texts in both modes: {min(same)} of 25; EXTEND {min(shares):.0%} of turns after an agent's first")
+            voice = Script(path, lines)
+            turns, wall = perform(server, mode, scenario, {}, voice)
+            walls[mode].append((wall, sum(voice.short)))
+            print(f"{model}: interrogation, {mode}: {wall:.0f} s", file=sys.stderr)
+            if mode == "persistent":
+                lines = [turn.answer.text for turn in turns]
+                shares.append(extended(turns))
+            else:
+                equal.append(voice.num_equal)
+            for number, phase in enumerate(phases):
+                seen[phase][mode].append(means([turn for turn in turns if turn.phase == number]))
+    rows = [compared(model, phase, seen[phase]) for phase in phases]
+    for what, tokens in enumerate((SPOKEN, SHORT)):
+        cold, kept = (1000 * statistics.median(wall[what] for wall in walls[mode]) for mode in ("cleared", "persistent"))
+        rows.append({"model": model, "phase": f"wall, {tokens} tokens", "cleared ms": cold, "persistent ms": kept, "x": cold / kept})
+    print(f"{model}: {min(equal)} of 25 turns said alike in both modes; EXTEND {min(shares):.0%} of turns after an agent's first")
     bars = [
         Bar("interrogation", f"{model}: EXTEND share", min(shares), 1),
-        Bar("interrogation", f"{model}: last phase, cleared / persistent", rows[-2]["x"], 5),
-        Bar("interrogation", f"{model}: wall time saved", 1 - kept / cold, 0.4),
+        Bar("interrogation", f"{model}: last phase, cleared / persistent", rows[len(phases) - 1]["x"], 5),
+        Bar("interrogation", f"{model}: wall time saved, answers of {SHORT} tokens", 1 - 1 / rows[-1]["x"], 0.4),
     ]
     return rows, bars
 
 
-def experts(model: str, server: Server, folder: Path, repetitions: int, most: int) -> tuple[list[Row], list[Bar]]:
+def experts(model: str, path: Path, server: Server, folder: Path, repetitions: int, most: int) -> tuple[list[Row], list[Bar]]:
     whole = read_scenario(SCENARIOS / "experts.yaml")
     texts = read_texts(whole, folder)
-    scenario = short(few(whole, most))
+    scenario = calm(few(whole, most))
+    called = calls(scenario)
     names = [phase.name for phase in scenario.phases]
-    times: dict[tuple[str, str], list[float]] = {}
-    shares = []
-    tokens = loaded = 0.0
-    for repetition in range(repetitions):
-        for mode in MODES:
-            turns, _ = perform(server, mode, scenario, texts, say, killed_before=QUESTIONS)
-            for phase in (READING, QUESTIONS, DEFINITIONS):
-                calls = first_calls(turns, names, phase, but="router").values()
-                times.setdefault((mode, phase), []).append(statistics.mean(map(ttft, calls)))
-                if mode == "persistent" and phase == QUESTIONS:
-                    tokens = statistics.mean(turn.answer.report["prompt_tokens"] for turn in calls)
-                    loaded = statistics.mean(turn.answer.report["loaded_tokens"] for turn in calls)
-            if mode == "persistent":
-                shares.append(extended(turns))
-        print(f"{model}: experts {repetition + 1} of {repetitions}", file=sys.stderr)
-    rows: list[Row] = []
-    for phase in (READING, QUESTIONS, DEFINITIONS):
-        cold, kept = (statistics.median(times[mode, phase]) for mode in ("cleared", "persistent"))
-        rows.append({"model": model, "phase": phase, "prompt": tokens, "cleared ms": cold, "persistent ms": kept, "x": cold / kept})
-    print(f"{model}: of {tokens:.0f} prompt tokens, {loaded:.0f} came from disk in the phase of the questions")
+    phases = (READING, QUESTIONS, DEFINITIONS)
+    seen: dict[str, dict[str, list[dict[str, float]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
+    shares, equal = [], []
+    for _ in range(repetitions):
+        voice = Script(path, calls=called)
+        turns = {"persistent": perform(server, "persistent", scenario, texts, voice, killed_before=QUESTIONS)[0]}
+        shares.append(extended(turns["persistent"]))
+        read = [turn for turn in turns["persistent"] if names[turn.phase] == READING]
+        voice = Script(path, [turn.answer.text for turn in turns["persistent"][len(read) :]], called)
+        turns["cleared"], _ = perform(server, "cleared", scenario, texts, voice, known=read, killed_before=QUESTIONS)
+        equal.append(voice.num_equal / len(voice.lines))
+        for phase in phases:
+            for mode in MODES:
+                seen[phase][mode].append(means(list(first_calls(turns[mode], names, phase, but=ROUTER).values())))
+        print(f"{model}: experts, persistent and cleared", file=sys.stderr)
+    rows = [compared(model, phase, seen[phase]) for phase in phases]
+    print(f"{model}: {min(equal):.0%} of turns said alike in both modes; EXTEND {min(shares):.0%} of turns after an agent's first")
     bars = [
         Bar("experts", f"{model}: EXTEND share", min(shares), 1),
         Bar("experts", f"{model}: questions, cleared / persistent (from disk)", rows[1]["x"], 24),
@@ -278,29 +296,30 @@ def served_model(model: str, folder: Path) -> Path:
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--articles", type=Path, metavar="DIR", help="the experts' articles; without it, they are not measured")
-    parser.add_argument("--model", choices=MODELS, action="append", help="only this one (both)")
+    parser.add_argument("--model", choices=MODELS, action="append", help="only this one (both; the first with --quick)")
+    parser.add_argument("--repetitions", type=int, default=1, metavar="N", help="of which medians are taken (%(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the server goes, too
-    repetitions = 1 if args.quick else 3
     rows: list[Row] = []
     bars: list[Bar] = []
-    for model in args.model or MODELS:
+    models = args.model or (MODELS[:1] if args.quick else MODELS)
+    for model in models:
         with tempfile.TemporaryDirectory() as folder:
             path = served_model(model, Path(folder))
             server = Server(str(path), Path(folder) / "data")
             try:
-                parts = [interrogation(model, server, Tokenizer(path), repetitions)]
+                parts = [interrogation(model, path, server, args.repetitions)]
+                table(parts[0][0])
                 if args.articles:
-                    table(parts[0][0])
-                    parts.append(experts(model, server, args.articles, repetitions, 4 if args.quick else 9))
+                    parts.append(experts(model, path, server, args.articles, args.repetitions, 3 if args.quick else 9))
+                    table(parts[1][0])
             finally:
                 server.kill()
         for made, reached in parts:
             rows += made
             bars += reached
-        table(parts[-1][0])
     if not args.articles:
-        bars += [Bar("experts", f"{model}: not measured: name --articles", float("nan"), 24) for model in args.model or MODELS]
+        bars += [Bar("experts", f"{model}: not measured: name --articles", float("nan"), 24) for model in models]
     return finish("workflows", rows, bars, args)
 
 

@@ -56,8 +56,11 @@ class Client:
     """
 
     def __init__(self, url: str = "http://127.0.0.1:8000", model: str | None = None, api_key: str | None = None) -> None:
-        """`model` is one of those that the server runs; its first one, if none is named. Some verbs take another one, too."""
-        self.url = url.rstrip("/")
+        """`model` is one of those that the server runs; its first one, if none is named. Some verbs take another one, too.
+
+        `url` may end in `/v1`, as other clients want it.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         key = api_key or os.environ.get("REWAKE_API_KEY")
         self._http = httpx.Client(

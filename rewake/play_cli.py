@@ -12,6 +12,8 @@ from typing import Any
 
 from rewake.client import Client
 from rewake.config import Config
+from rewake.errors import ConfigError
+from rewake.logs import begin_logging
 from rewake.terminal import count, say
 from rewake.workflows import Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
 
@@ -23,23 +25,41 @@ PLAY_FLAGS = ("model", "data", "memory", "disk", "kv", "context", "threads", "pe
 
 def add_play(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", type=Path, metavar="FILE", help="a scenario in YAML; see examples/scenarios")
-    parser.add_argument("--url", help="a running server; without it, one is started in this process")
-    parser.add_argument("--texts", type=Path, metavar="DIR", help="directory of the texts that agents of the scenario know")
+    parser.add_argument(
+        "--url", help="a running server, whose settings count (--model says which of its models); without it, one is started here"
+    )
+    parser.add_argument("--texts", type=Path, metavar="DIR", help="directory of the texts that agents of the scenario know (FILE's)")
     parser.add_argument("--talk", type=Path, metavar="FILE", help="keep what is said here, and go on from there the next time")
     parser.add_argument("--until", type=int, metavar="N", help="stop behind phase N")
     parser.add_argument("--as", dest="prefix", metavar="NAME", help="agents are called NAME/..., on the server (the file's name)")
 
 
 def play(config: Config, flags: dict[str, Any]) -> int:
+    check(flags)
     scenario = read_scenario(flags["scenario"])
-    texts = read_texts(scenario, flags["texts"])
+    texts = read_texts(scenario, flags["texts"] or flags["scenario"].parent)
     record = Record(flags["talk"], scenario)
     prefix = (flags["prefix"] or flags["scenario"].stem) + "/"
-    with server(config, flags["url"]) as url, Client(url) as client:
+    with server(config, flags["url"]) as url, Client(url, flags["model"] if flags["url"] else None) as client:
+        name = client.model()  # whether there is a server is said before anything else
         screen = Screen(scenario)
         made = Play(scenario, client, prefix=prefix, texts=texts, record=record, on_phase=screen.phase, on_piece=screen.piece)
+        for agent in made.agents.values():
+            agent.model = name
         asyncio.run(screen.show(made, flags["until"]))
     return 0
+
+
+def check(flags: dict[str, Any]) -> None:
+    """Whether what was given goes together. Raises ConfigError."""
+    if (url := flags["url"]) is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url is {url!r}: it must begin with http:// or https://")
+        for name in PLAY_FLAGS:
+            if name != "model" and flags[name] is not None:
+                raise ConfigError(f"--{name} is a setting of a server that is started here; the one at --url has its own")
+    if flags["until"] is not None and flags["until"] < 1:
+        raise ConfigError(f"--until is {flags['until']}: phases count from 1")
 
 
 @contextmanager
@@ -50,6 +70,7 @@ def server(config: Config, url: str | None) -> Iterator[str]:
     from rewake.api.server import in_background
     from rewake.services import Services
 
+    begin_logging("warning", config.log_format)  # the talk is shown here, not who asked for what
     say(f"Loading {config.model} ...")
     services = Services(replace(config, log_level="warning"))
     try:
@@ -70,6 +91,8 @@ class Screen:
         about = ", ".join(self.scenario.called(name) for name in phase.there)
         private = ", in private" if self.scenario.rooms[phase.room].private else ""
         say(f"\n== {number + 1}. {phase.name} ({about}{private})")
+        if phase.order == "broadcast":
+            say("All answer at once; it is shown when the last one has ended.")
 
     def piece(self, speaker: str, piece: str) -> None:
         if self.speaker != speaker:

@@ -25,15 +25,17 @@ Voice = Callable[[Agent, str, Callable[[str], object]], Awaitable[Answer]]
 SILENCE = "(says nothing)"
 
 
-def read_texts(scenario: Scenario, folder: Path | None) -> dict[str, str]:
+def read_texts(scenario: Scenario, folder: Path) -> dict[str, str]:
     """The texts that agents of the scenario know, by file. Raises ConfigError."""
-    if scenario.files and folder is None:
-        raise ConfigError(f"this scenario needs texts ({', '.join(scenario.files[:3])} ...): name their directory with --texts")
     texts = {}
     for name in scenario.files:
-        assert folder is not None
         try:
             texts[name] = (folder / name).read_text(encoding="utf-8").strip()
+        except FileNotFoundError as error:
+            more = f" and {len(scenario.files) - 1} more" if len(scenario.files) > 1 else ""
+            raise ConfigError(
+                f"this scenario needs the texts {name}{more}, and {folder} has none of that name: --texts names their directory"
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{folder / name} cannot be read: {error}") from error
     return texts
@@ -78,6 +80,7 @@ class Play:
             prefix + name,
             "\n\n".join(part.strip() for part in instructions if part.strip()),
             temperature=self.scenario.temperature,
+            frequency_penalty=self.scenario.frequency_penalty,
             max_tokens=person.max_tokens or self.scenario.max_tokens,
         )
 

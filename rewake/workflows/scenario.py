@@ -103,6 +103,7 @@ class Scenario(Part):
     phases: list[Phase] = Field(min_length=1)
     max_tokens: Limit = 120
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0  # small models repeat themselves without
 
     @model_validator(mode="after")
     def names_are_known(self) -> Scenario:

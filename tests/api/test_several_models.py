@@ -53,7 +53,7 @@ def test_each_remembers_for_itself_through_swaps_and_kill_9(server: ServerProces
 
 def test_agents_are_of_the_model_that_is_named(server: ServerProcess, tiny: Path) -> None:
     url = f"http://127.0.0.1:{server.port}"
-    with Client(url) as first, Client(url, tiny.name) as second:
+    with Client(url) as first, Client(f"{url}/v1", tiny.name) as second:
         assert (first.model(), second.model()) == (DEFAULT_MODEL, tiny.name)
         first.create("only here")
         assert "only here" in [a["agent"] for a in first.list()]

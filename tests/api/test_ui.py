@@ -17,6 +17,7 @@ import pytest
 
 from rewake.api.window import policy
 from rewake.client import Client
+from rewake.models import DEFAULT_MODEL
 from tests.server import ServerProcess
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -148,6 +149,36 @@ def test_the_batch_and_new_agents_are_live(browser: Any, server: ServerProcess) 
     page.locator(".said .cost").wait_for()
     window.row("newcomer").filter(has_text="1 turns").wait_for()
     window.close()
+
+
+def test_agents_of_the_model_that_is_chosen_are_shown(browser: Any, tmp_path: Path, tiny: Path) -> None:
+    flags = ("--model", DEFAULT_MODEL, "--model", str(tiny), "--memory", "400MiB", "--max-loaded", "1")
+    with ServerProcess(tmp_path / "data", *flags) as two:
+        for agent, model in (("bob", tiny.name), ("ann", DEFAULT_MODEL)):
+            two.chat(agent, [{"role": "user", "content": f"I am {agent}."}], model=model, max_tokens=4)
+        window = Opened(browser, two)
+        page = window.page
+        window.row("ann").click()
+        page.locator("#model").select_option(tiny.name)
+        page.locator("#state", has_text="is not loaded now").wait_for()
+        page.locator("#who", has_text="Nobody").wait_for()
+        assert window.row("ann").count() == 0
+        page.locator("#load").click()
+        window.row("bob").click()
+        page.locator(".said.user", has_text="I am bob.").wait_for()
+        assert not page.locator("#load").is_visible()
+        page.locator("#fork").click()
+        window.answer("bob's twin")
+        window.row("bob's twin").wait_for()
+        page.locator("#text").fill("And who are you?")
+        page.locator("#send").click()
+        page.locator(".said .cost").wait_for()
+        page.reload()  # the address says which one
+        window.row("bob's twin").filter(has_text="2 turns").wait_for()
+        with Client(f"http://127.0.0.1:{two.port}", DEFAULT_MODEL) as client:
+            assert [agent["agent"] for agent in client.list()] == ["ann"]
+        page.locator("#state", has_text="is not loaded now").wait_for()  # the listing has put the other one in its place
+        window.close()
 
 
 def test_what_models_and_names_say_is_never_markup(browser: Any, server: ServerProcess) -> None:

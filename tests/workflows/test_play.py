@@ -6,12 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rewake.cli import main
 from rewake.client import Client
 from rewake.errors import ConfigError, InvalidRequest
 from rewake.workflows import Agent, Play, Record, Scenario, Turn, read_scenario, read_texts
@@ -84,10 +86,12 @@ def test_experts_and_a_coding_team_in_one_process(tmp_path: Path) -> None:
     files = read_scenario(SCENARIOS / "experts.yaml").files
     for file in files:
         (tmp_path / file).write_text(f"An article about {file.removesuffix('.txt').replace('_', ' ')}. " * 20)
-    for name, texts in (("experts", tmp_path), ("coding_team", SCENARIOS / "repository")):
+    for name, texts in (("experts", tmp_path), ("coding_team", SCENARIOS)):
         talk = tmp_path / f"{name}.jsonl"
         command = [sys.executable, "-m", "rewake", "play", str(shortened(name, tmp_path)), "--talk", str(talk), "--no-persist"]
-        subprocess.run([*command, "--texts", str(texts), "--memory", "500MiB"], capture_output=True, text=True, check=True, timeout=300)
+        command += ["--texts", str(texts), "--memory", "500MiB"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        assert shown.stdout.startswith("Loading") and not shown.stderr, "a talk, and no log of requests"
         all_but_the_first_extend(lines(talk))
     asked = [turn["speaker"] for turn in lines(tmp_path / "experts.jsonl") if turn["phase"] == 1]
     assert len(asked) == 15 and asked[::3] == ["router"] * 5
@@ -140,6 +144,21 @@ def test_the_record_of_another_scenario_is_refused(tmp_path: Path) -> None:
         Record(tmp_path / "other", scenario)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--url", "127.0.0.1:8000"), "must begin with http://"),
+        (("--url", "http://127.0.0.1:1", "--memory", "1GiB"), "--memory is a setting of a server that is started here"),
+        (("--url", "http://127.0.0.1:1/v1"), "no server at http://127.0.0.1:1: "),
+        (("--until", "0"), "phases count from 1"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["play", str(SCENARIOS / "interrogation.yaml"), *flags]) == 1
+    shown = capsys.readouterr()
+    assert told in shown.err and "==" not in shown.out
+
+
 GOOD: dict[str, Any] = {
     "title": "t",
     "agents": {"a": {"instructions": "x"}, "b": {"instructions": "y"}},
@@ -173,6 +192,12 @@ def test_what_is_wrong_in_a_scenario_is_named_by_its_place(change: dict[str, Any
     assert str(caught.value).startswith(f"{path}:") and told in str(caught.value)
 
 
+def test_the_scenario_in_the_documentation_is_one(tmp_path: Path) -> None:
+    text = (SCENARIOS.parents[1] / "docs" / "workflows.md").read_text()
+    (tmp_path / "boat.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    assert read_scenario(tmp_path / "boat.yaml").files == ["recipes.txt"]
+
+
 def test_lines_are_named_in_a_file_that_is_no_yaml_or_no_scenario(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     for text, told in (
@@ -190,7 +215,8 @@ def test_lines_are_named_in_a_file_that_is_no_yaml_or_no_scenario(tmp_path: Path
 
 def test_texts_that_are_not_there_are_named(tmp_path: Path) -> None:
     scenario = Scenario.model_validate({**GOOD, "agents": {**GOOD["agents"], "a": {"instructions": "x", "file": "no.txt"}}})
-    with pytest.raises(ConfigError, match="--texts"):
-        read_texts(scenario, None)
-    with pytest.raises(ConfigError, match=r"no\.txt"):
+    with pytest.raises(ConfigError, match=r"no\.txt.*--texts"):
+        read_texts(scenario, tmp_path)
+    (tmp_path / "no.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"no\.txt cannot be read"):
         read_texts(scenario, tmp_path)

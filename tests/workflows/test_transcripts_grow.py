@@ -82,6 +82,7 @@ async def turns_of(play: Play) -> int:
 def test_every_prompt_begins_with_all_of_the_turn_before(tokenizer: tuple[Tokenizer, str], name: str, tmp_path: Path) -> None:
     scenario = read_scenario(SCENARIOS / f"{name}.yaml")
     for file in scenario.files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(f"# {file}\n\nA text, with 12 words: it does not matter which they are.\n" * 3)
     sampled = Sampled(*tokenizer)
     with Client() as client:
