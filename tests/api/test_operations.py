@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import httpx
@@ -196,6 +199,48 @@ def test_a_stream_that_fails_after_it_began_ends_with_an_error(client: httpx.Cli
     assert not any("finish_reason" in c and c["finish_reason"] for e in events[:-1] for c in json.loads(e)["choices"])
     steps.before_step = lambda batch: None
     assert ask(client, body_of(service, "broken", 5))["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "streamed", "whole, left", "streamed, left", "two answers", "events", "refused"])
+def test_nothing_of_a_request_waits_for_a_full_collection(client: httpx.Client, service: Service, steps: Watched, kind: str) -> None:
+    """Cycles would: a server would keep prompts, tokens and texts of what is over, until there are a hundred thousand such objects."""
+
+    def request(number: int) -> None:
+        more: Body = {"n": 2} if kind == "two answers" else {"surprise": 1} if kind == "refused" else {}
+        body = body_of(service, f"gone {number}", 300, stream="streamed" in kind, **more)
+        if kind == "events":
+            with client.stream("GET", "/v1/rewake/events") as response:
+                assert response.is_success and next(response.iter_bytes())
+        elif kind == "streamed, left":
+            with client.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 50}) as response:
+                assert response.is_success and next(response.iter_bytes())
+        elif kind == "whole, left":
+            with pytest.raises(httpx.TimeoutException):
+                client.post("/v1/chat/completions", json={**body, "max_tokens": 400}, timeout=0.02)
+        else:
+            assert client.post("/v1/chat/completions", json=body).is_success == (kind != "refused")
+
+    def is_over() -> bool:
+        return service.engine.call(lambda: service.engine.is_idle).result(30)
+
+    request(0)  # the first has things looked up that stay
+    wait_until(is_over)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for number in range(1, 4):
+            request(number)
+        wait_until(is_over)
+        client.get("/health")  # who has answered the last one is through with it
+        gc.collect()
+        ours = Counter(type(o).__qualname__ for o in gc.garbage if type(o).__module__.startswith("rewake."))
+        whose = {f"{o.__module__}.{o.__qualname__}" for o in gc.garbage if isinstance(o, FunctionType)}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not ours and not {name for name in whose if name.startswith("rewake.")}
 
 
 def test_what_cannot_fit_is_refused_before_any_step(client: httpx.Client, service: Service, steps: Watched) -> None:
