@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,9 +23,10 @@ import uvicorn
 from rewake.api.app import create_app
 from rewake.api.limits import read_body
 from rewake.backends.base import Batch, Output
+from rewake.client import Client
 from rewake.config import Config
 from rewake.counts import Histogram
-from rewake.errors import BodyTooSlow
+from rewake.errors import BodyTooSlow, Overloaded
 from rewake.logs import Json, Text, request_id
 from rewake.service import Service, open_service
 from tests.server import only
@@ -156,6 +158,37 @@ def test_books_that_do_not_add_up_are_said(client: httpx.Client, service: Servic
         assert wrong.status_code == 500 and wrong.json()["status"] != "ok"
     finally:
         service.engine.call(lambda: pool.give(slot)).result(10)
+
+
+def test_who_is_turned_away_is_told_when_to_come_back(
+    client: httpx.Client, service: Service, steps: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both protocols; and those that wait are answered."""
+    engine, go = service.engine, threading.Event()
+    for agent in ("runs", "waits", "refused"):
+        ask(client, body_of(service, agent, 5))  # what is known of one that is new, the engine says between two steps
+    monkeypatch.setattr(engine, "max_running", 1)
+    monkeypatch.setattr(engine, "max_waiting", 1)
+
+    def hold(_: Batch) -> None:
+        go.wait(30)
+
+    steps.before_step = hold
+    with ThreadPoolExecutor(2) as others:
+        taken = [others.submit(ask, client, body_of(service, "runs", 5))]
+        wait_until(lambda: len(engine.running) == 1)
+        taken.append(others.submit(ask, client, body_of(service, "waits", 5)))
+        wait_until(lambda: len(engine.waiting) + len(engine._coming) == 1)
+        body = body_of(service, "refused", 5)
+        for path in ("chat/completions", "messages"):
+            refused = client.post(f"/v1/{path}", json=body)
+            assert refused.status_code == 429 and "waiting already" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 600
+        with Client(str(client.base_url)) as ours, pytest.raises(Overloaded) as caught:
+            list(ours.chat([{"role": "user", "content": "Hello."}], agent="refused", model=service.path.name))
+        assert caught.value.retry_after == int(refused.headers["retry-after"])
+        go.set()
+        assert all(future.result(30)["usage"]["completion_tokens"] for future in taken)
 
 
 def test_a_client_that_leaves_in_a_long_prompt_finds_what_was_done(client: httpx.Client, service: Service, steps: Watched) -> None:
