@@ -30,7 +30,6 @@ Asserts are for our bugs; these are for everything else.
 from __future__ import annotations
 
 __all__ = [
-    "RESTART",
     "BodyTooLarge",
     "BodyTooSlow",
     "Cancelled",
