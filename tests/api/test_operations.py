@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 import uvicorn
 
+from rewake.api import streams
 from rewake.api.app import create_app
 from rewake.api.limits import read_body
 from rewake.backends.base import Batch, Output
@@ -212,6 +214,56 @@ def test_a_client_that_leaves_in_a_long_prompt_finds_what_was_done(client: httpx
     assert num_steps == 5
     report = ask(client, body)["rewake"]
     assert report["reused_tokens"] >= 4 * CHUNK and report["computed_tokens"] == report["prompt_tokens"] - report["reused_tokens"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_client_that_leaves_in_an_answer_stops_it(client: httpx.Client, service: Service, steps: Watched, path: str) -> None:
+    """A5: within a step, and what was said so far is remembered."""
+    go, num_steps, held_at = threading.Event(), 0, 8
+    body = body_of(service, f"leaves an answer of {path}", 20, max_tokens=500)
+    ask(client, {**body, "max_tokens": 1})  # so that all steps from here on are the answer's
+
+    def hold(_: Batch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == held_at:
+            go.wait(30)
+
+    steps.before_step = hold
+    with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as response:
+        pieces = response.iter_bytes()
+        while num_steps < held_at:
+            assert next(pieces)
+    wait_until(lambda: service.engine._inbox.qsize() > 0)
+    go.set()
+    wait_until(lambda: service.engine.call(lambda: service.engine.is_idle).result(10))
+    assert num_steps == held_at
+    agent = client.get(f"/v1/agents/{quote(body['agent_id'], safe='')}").json()
+    prompt_tokens = ask(client, {**body, "max_tokens": 1})["rewake"]["prompt_tokens"]
+    assert agent["tokens"] >= prompt_tokens + held_at - 1
+
+
+def test_a_silent_stream_shows_signs_of_life(
+    client: httpx.Client, service: Service, steps: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A6: while a step is as long as it likes, comments come, or Anthropic's pings; then the answer."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE", 0.01)
+    for path, sign in (("chat/completions", b": keep-alive\n\n"), ("messages", b"event: ping\n")):
+        go = threading.Event()
+
+        def hold(_: Batch, go: threading.Event = go) -> None:
+            go.wait(30)
+
+        ask(client, body_of(service, path, 5))  # of one that is not known the engine is asked first, between two steps
+        steps.before_step = hold
+        with client.stream("POST", f"/v1/{path}", json=body_of(service, path, 100, stream=True)) as response:
+            pieces, seen = response.iter_bytes(), b""
+            while seen.count(sign) < 5:
+                seen += next(pieces)
+            go.set()
+            seen += b"".join(pieces)
+        assert b"[DONE]" in seen or b"message_stop" in seen
+        steps.before_step = lambda batch: None
 
 
 def test_a_stream_that_fails_after_it_began_ends_with_an_error(client: httpx.Client, service: Service, steps: Watched) -> None:
