@@ -142,9 +142,8 @@ class Engine:
         too_many = num_too_many(waiting, namespace, self.max_waiting)
         if too_many:
             seconds = seconds_to_go(too_many, len(waiting), tuple(self._admissions), time.monotonic())
-            own, every = waiting[namespace], waiting.total()
-            whose = f"{every} requests" if own == every else f"{own} requests of this key, and {every} in all,"
-            raise Overloaded(f"{whose} are waiting already (--max-waiting)", retry_after=max(1, min(MOST_RETRY_AFTER, math.ceil(seconds))))
+            told = f"{waiting[namespace]} requests are waiting already (--max-waiting)"  # its own: others' are none of its business
+            raise Overloaded(told, retry_after=max(1, min(MOST_RETRY_AFTER, math.ceil(seconds))))
 
     def _come(self, request: Request) -> None:
         with self._entry:

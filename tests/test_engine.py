@@ -245,7 +245,7 @@ def test_who_fills_the_queue_fills_nobody_elses(tmp_path: Path) -> None:
     assert ask_for("late", 30) == 4
     assert ask_for("later", 30) == 2
     assert ask_for("floods", 1) == ask_for("late", 1) == 0
-    with pytest.raises(Overloaded, match=r"4 requests of this key, and 1[34] in all, are waiting already"):
+    with pytest.raises(Overloaded, match=r"^4 requests are waiting already"):
         harness.submit(prompt(9), namespace="late")
     go.set()
     for seed, pending in pendings:
