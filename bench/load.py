@@ -10,7 +10,7 @@ second, through a small socket buffer), and 6 % are malformed, from bytes that a
              prompts (some 30 tokens a turn), tokens of those who leave, and what HTTP and saving cost on the same cores
   refusals   429 and 503 against all requests that were well formed. 16 run, 256 may wait: 200 clients fit, and wait for long
   memory     resident bytes of the process against requests that have ended: least squares, after the first 200, when the arena is
-             full. Prompts and answers that are remembered take some hundred bytes a turn; all else would be a leak
+             full. What is known of a turn's pages, branch and texts takes some 2 KB; all else would be a leak
   books      all slots, references and reservations add up (`/health/books`), when everybody has gone
   isolation  what another namespace has stored takes as long as what nobody has: the time to the first token of some 1,000 tokens, by
              two keys in turn. Tests say that the work is equal, token for token; this says that nothing else gives it away

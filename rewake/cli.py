@@ -90,8 +90,10 @@ def parser() -> argparse.ArgumentParser:
 def serve(config: Config, _: dict[str, Any]) -> int:
     from rewake.api.auth import Access
     from rewake.api.server import listen, run
+    from rewake.heap import share_heaps
     from rewake.services import Services
 
+    share_heaps()  # before there are threads
     access = Access(config)
     with listen(config) as socket:  # first: a port that is taken is no reason to load a model
         say(f"Loading {config.model} ...")

@@ -202,7 +202,7 @@ class Client:
         if response.is_error:
             response.read()
             try:
-                raise error_of(response.json())
+                raise error_of(response.json(), response.headers.get("retry-after"))
             except (ValueError, KeyError, TypeError):
                 raise self._stranger(response) from None
         return response
@@ -240,6 +240,7 @@ def event_of(line: str) -> Json | None:
     return event
 
 
-def error_of(body: Json) -> RequestError:
-    error = body["error"]
-    return ERRORS.get(error["type"], RequestError)(error["message"], param=error.get("param"), code=error.get("code"))
+def error_of(body: Json, retry_after: str | None = None) -> RequestError:
+    error, seconds = body["error"], int(retry_after) if retry_after and retry_after.isdecimal() else None
+    known = ERRORS.get(error["type"], RequestError)
+    return known(error["message"], param=error.get("param"), code=error.get("code"), retry_after=seconds)

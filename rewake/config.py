@@ -6,10 +6,11 @@ A flag wins over `REWAKE_NAME` in the environment, that over `~/.config/rewake/c
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +38,8 @@ CHOICES = {
     "log_format": ("text", "json"),
 }
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+PREFIX = "REWAKE_"
+NO_SETTINGS = ("KEY", "API_KEY", "MODELS", "ISA")  # variables that say something else: secrets, a folder, an instruction set
 SIZES = ("memory", "disk")  # settings in bytes
 MORE_MODELS = "more_models"  # no setting of its own: `model` may be several
 
@@ -165,14 +168,16 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
             stored = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from error
-        unknown = stored.keys() - {f.name for f in fields(Config) if f.name != MORE_MODELS}
-        if unknown:
-            raise ConfigError(f"{file}: unknown settings {', '.join(sorted(unknown))}")
+    names = {f.name for f in fields(Config) if f.name != MORE_MODELS}
+    check_known(stored, names, f"{file}: unknown settings")
+    variables = {name.upper() for name in (*names, *NO_SETTINGS)}
+    given = (name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX))
+    check_known(given, variables, "in the environment: unknown settings", PREFIX)
     values: dict[str, Any] = {}
     for f in fields(Config):
         if f.name == MORE_MODELS:
             continue
-        variable = f"REWAKE_{f.name.upper()}"
+        variable = f"{PREFIX}{f.name.upper()}"
         if flags.get(f.name) is not None:
             values[f.name] = convert(f.name, str(f.type), flags[f.name], f"--{f.name.replace('_', '-')}")
         elif variable in environment:
@@ -180,6 +185,15 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str] = os.en
         elif f.name in stored:
             values[f.name] = convert(f.name, str(f.type), stored[f.name], f"{file}: {f.name}")
     return Config(**{**values, **models_of(values)})
+
+
+def check_known(given: Iterable[str], known: Iterable[str], where: str, prefix: str = "") -> None:
+    """Raises ConfigError for names that mean nothing, with those that may be meant: a setting that is not obeyed is worse than none."""
+    unknown = sorted({*given}.difference(known))
+    if unknown:
+        near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        told = (prefix + name + (f" (is it {prefix}{near[name][0]}?)" if near[name] else "") for name in unknown)
+        raise ConfigError(f"{where} {', '.join(told)}")
 
 
 def models_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,7 @@ from typing import TypeVar
 from rewake.backends.base import Backend, Batch, Output, Row
 from rewake.counts import Counts
 from rewake.errors import (
+    RESTART,
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -38,7 +40,7 @@ from rewake.memory.ledger import Trace
 from rewake.memory.memory import AgentMemory
 from rewake.memory.tree import OWN_BRANCH, common_length
 from rewake.request import Done, Failed, FinishReason, Generated, Request
-from rewake.scheduler import Need, admission_order, plan
+from rewake.scheduler import Need, admission_order, num_too_many, plan, seconds_to_go
 from rewake.sequence import Sequence
 from rewake.store.base import Store
 
@@ -49,7 +51,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_LOOKED_AT = 64  # waiting requests that are considered in one step
 MOST_OVERTAKEN = 32  # how often later requests may be admitted before one for which there is no room yet
+RECENT_ADMISSIONS = 32  # by which it is told when there will be a place
 UNNOTICED = 0.02  # seconds between two tokens more, that no reader sees
+MOST_RETRY_AFTER = 600  # seconds
 MOST_BEGINNINGS, WITHIN = 3, 60.0  # how often the engine begins again, in how many seconds, before it stays down
 StepTrace = Callable[[Batch, Output], None]
 
@@ -86,7 +90,9 @@ class Engine:
         self._drain_until = math.inf
         self._failure: BaseException | None = None
         self._has_ended = False  # nothing that is posted from here on is ever run
-        self._ending = threading.Lock()
+        self._entry = threading.Lock()  # who comes in, and whether anybody still does
+        self._coming: list[Request] = []  # posted, and not yet among those that wait
+        self._admissions: deque[float] = deque(maxlen=RECENT_ADMISSIONS)  # when, of late, since somebody has to wait
         self._beginnings: list[float] = []
         self.counts = Counts()
         self._clock = 0  # prompt tokens computed
@@ -123,19 +129,31 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; what becomes of it goes to `request.emit`. Raises RequestError if it cannot be taken."""
         self._check(request)
-        num_waiting = len(self.waiting) + self._inbox.qsize()  # with what has come since the step began
-        if num_waiting >= self.max_waiting:
-            retry_after = 1 + num_waiting // self.max_running
-            raise Overloaded(f"{num_waiting} requests are waiting already (--max-waiting)", retry_after=retry_after)
-        with self._ending:
+        with self._entry:
             if self._has_ended:
-                raise ShuttingDown("the engine does not run")
-            self.post(lambda: self.waiting.append(request))
+                raise ShuttingDown("the engine does not run", retry_after=self.retry_after)
+            self._check_place(request.namespace)
+            self._coming.append(request)
+            self.post(lambda: self._come(request))
+
+    def _check_place(self, namespace: str) -> None:
+        """Raises Overloaded if so many wait that a namespace may not have one more."""
+        waiting = Counter(r.namespace for r in (*self.waiting, *self._coming))
+        too_many = num_too_many(waiting, namespace, self.max_waiting)
+        if too_many:
+            seconds = seconds_to_go(too_many, len(waiting), tuple(self._admissions), time.monotonic())
+            told = f"{waiting[namespace]} requests are waiting already (--max-waiting)"  # its own: others' are none of its business
+            raise Overloaded(told, retry_after=max(1, min(MOST_RETRY_AFTER, math.ceil(seconds))))
+
+    def _come(self, request: Request) -> None:
+        with self._entry:
+            self._coming.remove(request)
+            self.waiting.append(request)
 
     def _check(self, request: Request) -> None:
         """Refuse, before any work, what cannot be answered."""
         if (reason := self.why_not_ready) is not None:
-            raise ShuttingDown(reason)
+            raise ShuttingDown(reason, retry_after=self.retry_after)
         if not request.prompt:
             raise InvalidRequest("the prompt is empty", param="messages")
         if len(request.prompt) + request.max_tokens > self.context:
@@ -167,11 +185,11 @@ class Engine:
             except Exception as error:  # noqa: BLE001 (whatever it is, the caller gets it)
                 future.set_exception(error)
 
-        with self._ending:
+        with self._entry:
             if self.is_alive and not self._has_ended:
                 self.post(run)
                 return future
-        future.set_exception(ShuttingDown("the engine does not run"))
+        future.set_exception(ShuttingDown("the engine does not run", retry_after=self.retry_after))
         return future
 
     def post(self, function: Callable[[], None]) -> None:
@@ -188,6 +206,12 @@ class Engine:
         if self._stopping and self._failure is None:
             return "the server is shutting down"
         return None if self.is_alive else "the engine has failed: see the log"
+
+    @property
+    def retry_after(self) -> int:
+        """Where no requests are taken, seconds after which another server may be there: when this one has gone, if it goes."""
+        left = self._drain_until - time.monotonic()
+        return RESTART + math.ceil(max(0.0, WITHIN if left == math.inf else left))
 
     def begin_stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests; those at work have `drain_seconds`, then they are cancelled, keeping what they have computed.
@@ -228,7 +252,7 @@ class Engine:
                 if not self._begin_again():
                     self._failure = error
                     break
-        with self._ending:
+        with self._entry:
             self._has_ended = True
         self._answer_all(ShuttingDown(self.why_not_ready or "the engine does not run"))  # who came at the last moment
 
@@ -330,11 +354,14 @@ class Engine:
                 busy.add(who)
             elif self._must_not_be_overtaken(request):
                 return
+        if not self.waiting:
+            self._admissions.clear()
 
     def _open(self, request: Request) -> bool:
         self.waiting.remove(request)
         self.opening[request.id] = request
         if self.memory.open(request, lambda sequence: self._opened(request, sequence)):
+            self._admissions.append(time.monotonic())
             self._overtaken.pop(request.id, None)
             return True
         del self.opening[request.id]

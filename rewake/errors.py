@@ -56,6 +56,9 @@ __all__ = [
 ]
 
 
+RESTART = 5  # seconds that a new server takes to be there once the old one is gone, if somebody starts one
+
+
 class RewakeError(Exception):
     """The root of the tree."""
 
@@ -89,17 +92,19 @@ class CorruptFile(StoreError):
 
 
 class RequestError(RewakeError):
-    """A request that gets an error instead of an answer."""
+    """A request that gets an error instead of an answer. If the same may be answered later, `retry_after` is in how many seconds."""
 
     status = 500
     kind = "internal_error"
     code: str | None = None
+    retry_after: int | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code or type(self).code
+        self.retry_after = retry_after or type(self).retry_after
 
 
 class InvalidRequest(RequestError):
@@ -175,14 +180,11 @@ class DeadlineExceeded(RequestError):
 
 
 class Overloaded(RequestError):
-    """The queue is full, or there is no room; `retry_after` seconds from now it may be otherwise."""
+    """The queue is full, or there is no room."""
 
     status = 429
     kind = "overloaded_error"
-
-    def __init__(self, message: str, *, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    retry_after = 1
 
 
 class RateLimited(Overloaded):
@@ -197,6 +199,7 @@ class ShuttingDown(RequestError):
 
     status = 503
     kind = "unavailable_error"
+    retry_after = RESTART
 
 
 class InternalError(RequestError):

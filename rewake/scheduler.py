@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-__all__ = ["Need", "Part", "admission_order", "plan"]
+__all__ = ["Need", "Part", "admission_order", "num_too_many", "plan", "seconds_to_go"]
 
 FINE = 64  # where a prompt is cut if not at a multiple of the chunk
 
@@ -76,6 +76,28 @@ def fair_shares(wanted: Mapping[str, int], total: int) -> dict[str, int]:
         shares[name] = min(want, total // (len(wanted) - number))
         total -= shares[name]
     return shares
+
+
+def num_too_many(waiting: Mapping[str, int], namespace: str, most: int) -> int:
+    """How many of its own requests that wait must go before a namespace may have one more among `most`; 0: it may have it now.
+
+    A queue that is full has equal parts, one for each namespace that waits. Who has less than its part has it, though others have filled
+    the queue before it came: none of those is put out. So of k namespaces that come one after the other, there are up to
+    `most` * (1 + 1/2 + ... + 1/k) requests.
+    """
+    if sum(waiting.values()) < most:
+        return 0
+    part = max(1, most // len({*waiting, namespace}))
+    return max(0, waiting.get(namespace, 0) + 1 - part)
+
+
+def seconds_to_go(number: int, num_namespaces: int, admitted: Seq[float], now: float) -> float:
+    """How long so many of a namespace's requests take to leave the queue: namespaces do in turn, as often as of late.
+
+    `admitted` are the times at which requests left it, since there is a queue; if there is none yet, one a second is supposed.
+    """
+    between = (now - admitted[0]) / len(admitted) if admitted else 1.0
+    return number * num_namespaces * between
 
 
 def admission_order(waiting: Seq[str], at_work: Iterable[str]) -> list[int]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewake.config import Config
-from rewake.errors import ConfigError, InternalError, NotFound, ShuttingDown
+from rewake.errors import RESTART, ConfigError, InternalError, NotFound, ShuttingDown
 from rewake.models import label, resolve
 from rewake.service import Service, open_service
 from rewake.store.shared import Shared
@@ -108,7 +108,7 @@ class Services:
         served, future = self._served[name], Future[Service]()
         with self._changed:
             if self._stopping:
-                future.set_exception(ShuttingDown("the server is shutting down"))
+                future.set_exception(ShuttingDown("the server is shutting down", retry_after=self.retry_after))
             elif served.service is not None and not served.leaving:
                 self._grant(served, [future])
             else:
@@ -136,6 +136,11 @@ class Services:
         if self._stopping:
             return "the server is shutting down"
         return next((reason for s in self.loaded.values() if (reason := s.engine.why_not_ready) is not None), None)
+
+    @property
+    def retry_after(self) -> int:
+        """Where no requests are taken, seconds after which another server may be there."""
+        return max((s.engine.retry_after for s in self.loaded.values()), default=RESTART)
 
     def begin_stop(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, and load nothing more; those at work have `drain_seconds`. Does not wait for them."""

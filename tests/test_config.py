@@ -74,6 +74,36 @@ def test_unknown_settings_in_the_file_are_refused(tmp_path: Path) -> None:
         load_config({}, {}, file)
 
 
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("REWAKE_MEMROY", r"unknown settings REWAKE_MEMROY \(is it REWAKE_MEMORY\?\)"),
+        ("REWAKE_MAX_WAITINGS", r"is it REWAKE_MAX_WAITING\?"),
+        ("REWAKE_APIKEY", r"is it REWAKE_API_KEY\?"),
+        ("REWAKE_MODLE", r"is it REWAKE_MODEL\?"),
+        ("REWAKE_MORE_MODELS", "unknown settings REWAKE_MORE_MODELS"),
+        ("REWAKE_", "unknown settings REWAKE_$"),
+        ("REWAKE_QQQQQ", "unknown settings REWAKE_QQQQQ$"),
+    ],
+)
+def test_unknown_variables_are_refused(variable: str, message: str, tmp_path: Path) -> None:
+    """With what may be meant."""
+    with pytest.raises(ConfigError, match=message):
+        load_config({}, {variable: "1GiB", "REWAKE_PORT": "2"}, tmp_path / "none")
+
+
+def test_variables_that_are_no_settings_are_let_be(tmp_path: Path) -> None:
+    others = {"REWAKE_KEY": "k", "REWAKE_API_KEY": "rw-", "REWAKE_MODELS": "/models", "REWAKE_ISA": "avx2", "OTHER": "x", "MEMORY": "y"}
+    assert load_config({}, others, tmp_path / "none") == Config()
+
+
+def test_a_file_says_what_may_be_meant(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("memroy = 1\n")
+    with pytest.raises(ConfigError, match=r"unknown settings memroy \(is it memory\?\)"):
+        load_config({}, {}, file)
+
+
 def test_several_models_are_named_in_every_source(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('model = ["a", "org/b:c.gguf"]\n')

@@ -225,6 +225,38 @@ def test_a_full_queue_turns_requests_away_and_says_when_to_come_back(tmp_path: P
     harness.close()
 
 
+def test_who_fills_the_queue_fills_nobody_elses(tmp_path: Path) -> None:
+    """Another namespace has its part of the queue, whoever was there before; in the end all that were taken are answered."""
+    harness = EngineHarness(tmp_path, max_waiting=8, max_running=1)
+    go = threading.Event()
+    harness.backend.before_step = lambda batch: go.wait(10)
+    pendings: list[tuple[int, Pending]] = []
+
+    def ask_for(namespace: str, most: int) -> int:
+        """How many of `most` are taken."""
+        before = len(pendings)
+        with suppress(Overloaded):
+            for _ in range(most):
+                seed = len(pendings)
+                pendings.append((seed, harness.submit(prompt(9, seed=seed), f"a{seed}", namespace=namespace)))
+        return len(pendings) - before
+
+    assert ask_for("floods", 30) in (8, 9), "one may be at work already"
+    assert ask_for("late", 30) == 4
+    assert ask_for("later", 30) == 2
+    assert ask_for("floods", 1) == ask_for("late", 1) == 0
+    with pytest.raises(Overloaded, match=r"^4 requests are waiting already"):
+        harness.submit(prompt(9), namespace="late")
+    go.set()
+    for seed, pending in pendings:
+        pending.result(10)
+        assert pending.tokens == expected_answer(prompt(9, seed=seed), 4)
+    assert ask_for("floods", 8) == 8, "all of it again"
+    for _, pending in pendings:
+        pending.result(10)
+    harness.close()
+
+
 def test_ten_agents_with_one_system_prompt_prefill_it_once(harness: EngineHarness) -> None:
     system = prompt(2000)
     pendings = [harness.submit([*system, 10 + i, *prompt(20, seed=i)], f"a{i}") for i in range(10)]

@@ -29,7 +29,7 @@ LAYERS = [
     {"memory", "sequence", "scheduler", "text"},
     {"backends"},
     {"store"},
-    {"config", "calibration", "keys", "logs"},
+    {"config", "calibration", "heap", "keys", "logs"},
     {"models"},
     {"hub"},
     {"cache"},

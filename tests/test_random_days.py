@@ -5,7 +5,7 @@ exported, imported, forgotten and left to expire; memory and disk are small; dis
 restarted, killed, and lose their directory. Then: every answer is the right one, every request ends, the books balance, what
 was acknowledged is there, and disk, manifest and memory know of the same things.
 
-REWAKE_DAYS=500 REWAKE_FIRST_DAY=1000 pytest tests/test_random_days.py     # more of them
+TEST_DAYS=500 TEST_FIRST_DAY=1000 pytest tests/test_random_days.py     # more of them
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rewake.store.directory import UNLIMITED
 from rewake.store.files import Files
 from tests.fakes import LAYOUT, EngineHarness, Pending, expected_answer
 
-DAYS = int(os.environ.get("REWAKE_DAYS", "3"))
-FIRST = int(os.environ.get("REWAKE_FIRST_DAY", "0"))
-ACTS = int(os.environ.get("REWAKE_ACTS", "120"))
+DAYS = int(os.environ.get("TEST_DAYS", "3"))
+FIRST = int(os.environ.get("TEST_FIRST_DAY", "0"))
+ACTS = int(os.environ.get("TEST_ACTS", "120"))
 FILE = 4096 + LAYOUT.page_bytes + 4096  # a page with its header, and a block to spare
 NAMESPACES = ("default", "other")
 NAMES = ("ann", "bob", "cyd", "dee")

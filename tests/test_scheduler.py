@@ -1,12 +1,13 @@
-"""plan() and admission_order(), by tables."""
+"""plan(), admission_order() and num_too_many(), by tables."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
-from rewake.scheduler import Need, Part, admission_order, fair_shares, plan
+from rewake.scheduler import Need, Part, admission_order, fair_shares, num_too_many, plan, seconds_to_go
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,53 @@ def test_fair_shares() -> None:
 )
 def test_admission_order(waiting: str, at_work: str, order: list[int]) -> None:
     assert admission_order(waiting, at_work) == order
+
+
+@pytest.mark.parametrize(
+    ("waiting", "namespace", "too_many"),
+    [
+        ({}, "a", 0),
+        ({"a": 7}, "a", 0),
+        ({"a": 8}, "a", 1),
+        # who comes to a queue that another has filled has a part of his own, and the other has to get down to his
+        ({"a": 8}, "b", 0),
+        ({"a": 8, "b": 3}, "b", 0),
+        ({"a": 8, "b": 4}, "b", 1),
+        ({"a": 8, "b": 4}, "a", 5),
+        ({"a": 8, "b": 4}, "c", 0),
+        # what others do not use may be had
+        ({"a": 6, "b": 1}, "a", 0),
+        # more namespaces than places
+        ({str(n): 1 for n in range(9)}, "a", 0),
+        ({str(n): 1 for n in range(9)}, "1", 1),
+    ],
+)
+def test_a_queue_of_eight_is_divided(waiting: dict[str, int], namespace: str, too_many: int) -> None:
+    assert num_too_many(waiting, namespace, 8) == too_many
+
+
+def test_a_divided_queue_is_bounded() -> None:
+    """Whoever comes in whatever order, and nobody is turned away who has nothing waiting."""
+    rng = random.Random(2)
+    for count in (1, 2, 5, 40):
+        waiting: Counter[str] = Counter()
+        for _ in range(5000):
+            namespace = str(rng.randrange(1 + rng.randrange(count)))
+            if not num_too_many(waiting, namespace, 64):
+                waiting[namespace] += 1
+            assert waiting[namespace]
+        assert waiting.total() <= 64 * sum(1 / k for k in range(1, count + 1)) + count
+
+
+@pytest.mark.parametrize(
+    ("number", "num_namespaces", "admitted", "seconds"),
+    [
+        (1, 1, [], 1),
+        (1, 1, [90, 95], 5),
+        (3, 2, [90, 95], 30),
+        # nothing has left for long: it is not expected sooner than that
+        (1, 1, [10, 10, 10], 30),
+    ],
+)
+def test_when_there_will_be_a_place(number: int, num_namespaces: int, admitted: list[float], seconds: float) -> None:
+    assert seconds_to_go(number, num_namespaces, admitted, now=100) == seconds

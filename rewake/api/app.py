@@ -20,7 +20,7 @@ from rewake.api.document import describe_all
 from rewake.api.gate import Gate
 from rewake.api.generation import Generator
 from rewake.api.verbs import on_loaded
-from rewake.errors import InternalError, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
+from rewake.errors import InternalError, InvalidRequest, NotFound, RequestError, Unauthorized
 from rewake.memory.memory import AgentMemory
 from rewake.services import Services
 
@@ -56,18 +56,21 @@ def routes(services: Services, answers: Counter[int]) -> FastAPI:
     app.include_router(events.router(generator))
     app.include_router(window.router())
 
+    def health(reason: str | None) -> JSONResponse:
+        if reason is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": reason}, 503, {"Retry-After": str(services.retry_after)})
+
     @app.get("/health", responses=HEALTH)
     @app.get("/health/ready", responses=HEALTH)
     async def ready() -> JSONResponse:
         """Whether requests are taken; one for a model that is not loaded now has it loaded."""
-        reason = services.why_not_ready
-        return JSONResponse({"status": reason or "ok"}, 200 if reason is None else 503)
+        return health(services.why_not_ready)
 
     @app.get("/health/live", responses=HEALTH)
     async def live() -> JSONResponse:
         """Whether the process should be left alone; an engine that stays down will not come back by itself."""
-        alive = services.is_alive
-        return JSONResponse({"status": "ok" if alive else "the engine does not run"}, 200 if alive else 503)
+        return health(None if services.is_alive else "the engine does not run")
 
     @app.get("/health/books", responses={200: {"model": Health}, 500: {"model": Health}})
     async def books() -> JSONResponse:
@@ -99,7 +102,7 @@ def routes(services: Services, answers: Counter[int]) -> FastAPI:
 
 def error_response(path: str, error: RequestError) -> JSONResponse:
     headers = {}
-    if isinstance(error, Overloaded):
+    if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"

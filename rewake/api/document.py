@@ -85,8 +85,8 @@ def complete(path: str, operation: Json) -> None:
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
             answers.setdefault(status, {"description": about, "content": content})
         operation["security"] = [{}, *({name: []} for name in KEYS)]  # without --keys, none is needed
-    if "429" in answers:
-        answers["429"]["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+    for status in {"429", "503"} & answers.keys():
+        answers[status]["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
     if path in STREAMED:
         about = "Server-sent events, where `stream` is set. One that fails after it has begun ends with an event that has an `error`."
         answers["200"]["description"] = about

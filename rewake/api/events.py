@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from rewake.api.auth import namespace
 from rewake.api.generation import Generator, check_agent_id
+from rewake.api.streams import event_stream
 from rewake.api.verbs import on_loaded
 from rewake.engine import Engine
 from rewake.errors import InvalidRequest, NotFound, RequestError, ShuttingDown
@@ -129,9 +130,7 @@ def router(generator: Generator) -> APIRouter:
 
     @routes.get("/events", include_in_schema=False)  # it does not end
     async def events(model: str | None = None) -> StreamingResponse:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        name = generator.services.find(model)
-        return StreamingResponse(snapshots.events(name, namespace()), media_type="text/event-stream", headers=headers)
+        return event_stream(snapshots.events(generator.services.find(model), namespace()))
 
     @routes.get("/messages/{agent:path}")
     async def messages(agent: str, model: str | None = None) -> Json:

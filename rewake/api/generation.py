@@ -160,7 +160,7 @@ class Generator:
             for number, constraint in enumerate(constraints):
                 generation = Generation(service, asyncio.get_running_loop(), ask, prompt, held.give_back)
                 if number == 0:
-                    generation.on_done = self._learning(name, service, ask, generation)
+                    generation.on_done = self._learning(name, service, ask)
                 submit(service, request_of(service, ask, number, generation, constraint, deadline), held)
                 started.append(generation)
         except BaseException:
@@ -183,17 +183,14 @@ class Generator:
             await self._on_text_thread(lambda: transcripts.learn(space, agent, stored))
         return await self._on_text_thread(lambda: encode(service, ask))
 
-    def _learning(self, name: str, service: Service, ask: Ask, generation: Generation) -> Callable[[], object]:
+    def _learning(self, name: str, service: Service, ask: Ask) -> Callable[[Generation], object]:
         # not the engine: it may be unloaded by then
-        config, tokenizer, transcripts = service.config, service.tokenizer, service.transcripts
+        config, tokenizer, transcripts, space, agent = service.config, service.tokenizer, service.transcripts, ask.namespace, ask.agent
 
-        def learn() -> None:
-            transcripts.learn(ask.namespace, ask.agent, [[*generation.prompt.ids, *generation.kept]])
-
-        def done() -> None:
+        def done(generation: Generation) -> None:
             note(config, "answered", tokenizer.decode(generation.tokens))
-            self._text.submit(learn)
-            self.recent[name].add(ask.namespace, ask.agent, generation)
+            self._text.submit(transcripts.learn, space, agent, [[*generation.prompt.ids, *generation.kept]])
+            self.recent[name].add(space, agent, generation)
 
         return done
 
@@ -327,7 +324,7 @@ class Generation:
         self.watch = StopWatch(tokenizer.detokenizer(), ask.stop) if ask.stop else None
         self.tokens: list[int] = []
         self.done: Done | None = None
-        self.on_done: Callable[[], object] = lambda: None
+        self.on_done: Callable[[Generation], object] = lambda _: None
         self._engine: Engine | None = service.engine  # until it has ended: however slowly the answer is read, its model may be unloaded
         self._going: str | None = None  # why the engine took no more requests when it ended
         self._tell_ended = ended
@@ -368,7 +365,7 @@ class Generation:
             if event.reason == "cancelled":  # by somebody else: a client that has left does not read this
                 raise self._why_cancelled()
             self.done = event
-            self.on_done()
+            self.on_done(self)
             last = self._part(self.text.finish(), len(self.kept))
             if last.pieces or last.tokens:
                 yield last

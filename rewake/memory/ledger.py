@@ -127,10 +127,10 @@ class Ledger:
         page.saving = planes
         self.saving.add(page)
 
-        def done(error: Exception | None) -> None:
+        def done(error: Exception | None, files: tuple[StoredFile, ...]) -> None:
             page.saving = ()
             self.saving.discard(page)
-            written = [f for f in job.files if f not in before] if error is None else replaced
+            written = [f for f in files if f not in before] if error is None else replaced
             still = [f for f in page.files if f in before]  # others have been found damaged, or computed anew
             page.files = tuple(sorted((*still, *written), key=lambda f: (f.plane, f.first)))
             if error is not None:
@@ -143,7 +143,7 @@ class Ledger:
         if page.files or not page.file_name:
             page.file_name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
         before, data = page.files, {plane: self.residency.bytes_of(page, plane) for plane in planes}
-        job = SavePage(
+        return SavePage(
             page.file_name,
             page.key,
             page.parent.key,
@@ -156,7 +156,6 @@ class Ledger:
             replaced,
             done,
         )
-        return job
 
     def _checkpoint(self, branch: Branch) -> SaveTurn | None:
         if self.writer is None:
@@ -165,7 +164,7 @@ class Ledger:
             self._pinned = None
         page, turns = branch.parent, array(TOKEN, (t for t in branch.turns if t <= branch.parent.end))
 
-        def done(error: Exception | None) -> None:
+        def done(error: Exception | None, _: tuple[StoredFile, ...]) -> None:
             if error is None and not page.forgotten:
                 branch.saved = SavedTurn(page, to_tokens(), (), turns)
 
@@ -187,15 +186,17 @@ class Ledger:
                 self.save_page(branch, page)  # whose write has failed before
         self.residency.hold(branch, self.planes.all)
 
-        def done(error: Exception | None) -> None:
+        record = record_of(branch)
+
+        def done(error: Exception | None, segments: tuple[StoredFile, ...]) -> None:
             branch.running = False
-            is_saved = error is None and branch.parent.key == job.branch.parent
+            is_saved = error is None and branch.parent.key == record.parent
             if is_saved:
-                branch.segments = list(job.segments)
+                branch.segments = list(segments)
                 branch.note_saved()
                 self._forget_repeats(branch)
             elif error is None:  # a page before it was lost meanwhile, and its rows with it
-                self._forget(Commit(), job.segments[len(job.branch.segments) :])
+                self._forget(Commit(), segments[len(record.segments) :])
             self.residency.release(branch, self.planes.all)
             if not is_saved:
                 self._forget_nothing([branch])
@@ -205,8 +206,7 @@ class Ledger:
         ancestors = frozenset(p.key for p in branch.parent.path())
         first, last = branch.saved_rows, branch.num_rows
         owner = agent_record(branch.owner)
-        job = SaveTurn(record_of(branch), owner, ancestors, first, last, self.planes, rows, branch.obsolete_files(), done)
-        self._submit(job)
+        self._submit(SaveTurn(record, owner, ancestors, first, last, self.planes, rows, branch.obsolete_files(), done))
 
     def save_agent(self, agent: Agent, done: Told) -> None:
         """Write what is known of an agent beside its transcripts."""

@@ -29,10 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """Something to write. `write` runs on the writer thread, `done` on the engine's: with the error, if it failed."""
+    """Something to write. `write` runs on the writer thread, `tell` on the engine's, with the error if it failed.
 
-    @property
-    def done(self) -> Callable[[Exception | None], None]: ...
+    Who waits for a job is told what was written, and does not hold the job: the two would be garbage that only a full collection finds,
+    and with them all that is known of a request.
+    """
+
+    def tell(self, error: Exception | None) -> None: ...
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +57,7 @@ class Job(Protocol):
 
 @dataclass(eq=False)
 class SavePage:
-    """Planes of a full page, in place of those of the same tokens in `replaced`. `files` are all it has when that is done."""
+    """Planes of a full page, in place of those of the same tokens in `replaced`. `done` is told of all the files it has then."""
 
     name: str
     key: bytes
@@ -66,7 +69,7 @@ class SavePage:
     data: dict[int, list[Arena]]  # of each plane that is written, what each of its slots holds
     kept: tuple[StoredFile, ...]
     replaced: tuple[StoredFile, ...]
-    done: Callable[[Exception | None], None]
+    done: Callable[[Exception | None, tuple[StoredFile, ...]], None]
     files: tuple[StoredFile, ...] = ()
     num_rows: int = PAGE_TOKENS
 
@@ -88,10 +91,16 @@ class SavePage:
         self.files = tuple(sorted((*self.kept, *written), key=lambda f: (f.plane, f.first)))
         return Commit(pages=(PageRecord(self.key, self.parent, self.depth, self.namespace, self.tokens, self.files),))
 
+    def tell(self, error: Exception | None) -> None:
+        self.done(error, self.files)
+
 
 @dataclass(eq=False)
 class SaveTurn:
-    """A branch as it stands after a turn: rows [first, last) of its page go into a new segment of each plane."""
+    """A branch as it stands after a turn: rows [first, last) of its page go into a new segment of each plane.
+
+    `done` is told of all the segments it has then.
+    """
 
     branch: BranchRecord  # with the segments there are already
     owner: tuple[AgentRecord, ...]
@@ -101,7 +110,7 @@ class SaveTurn:
     layout: PagePlanes
     page: dict[int, list[Arena]]
     replaced: tuple[StoredFile, ...]
-    done: Callable[[Exception | None], None]
+    done: Callable[[Exception | None, tuple[StoredFile, ...]], None]
     segments: tuple[StoredFile, ...] = field(default=(), init=False)
 
     @property
@@ -125,6 +134,9 @@ class SaveTurn:
                 self.segments += (store.write(plane_name(name, number), [data.data], self.first, self.num_rows, about, number),)
         return Commit(branches=(replace(b, segments=self.segments),), agents=self.owner)
 
+    def tell(self, error: Exception | None) -> None:
+        self.done(error, self.segments)
+
 
 def plane_name(name: str, plane: int) -> str:
     """The first plane's file has the plain name."""
@@ -147,6 +159,9 @@ class Amend:
             store.quarantine(file)
         return self.commit
 
+    def tell(self, error: Exception | None) -> None:
+        self.done(error)
+
 
 @dataclass(eq=False)
 class Reclaim:
@@ -161,7 +176,7 @@ class Reclaim:
         store.reclaim(self.wanted)
         return Commit()
 
-    def done(self, error: Exception | None) -> None: ...
+    def tell(self, error: Exception | None) -> None: ...
 
 
 @dataclass(eq=False)
@@ -175,7 +190,7 @@ class Resume:
     def write(self, store: Store) -> Commit:
         return Commit()
 
-    def done(self, error: Exception | None) -> None: ...
+    def tell(self, error: Exception | None) -> None: ...
 
 
 ALONE = (Amend, Reclaim, Resume)
@@ -296,7 +311,7 @@ class Writer:
     def _report(self, job: Job, error: Exception | None) -> None:
         """On the engine thread."""
         self.waiting_bytes -= self.size_of(job)
-        job.done(error)
+        job.tell(error)
 
 
 def merge(commits: list[Commit]) -> Commit:

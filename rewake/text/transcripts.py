@@ -24,6 +24,7 @@ __all__ = ["Transcripts"]
 
 MOST_AGENTS = 256  # others are asked for again: see `knows`
 MOST_TOKENS = 500_000  # of one agent (or of all who do not say who they are), before its oldest segments are let go
+MOST_IN_ALL = 4_000_000  # of all agents, some 20 MB: the least recently used are asked for again, too
 DIGEST = 16  # bytes: texts are kept as ids and digests, which is half the memory; nobody finds two texts with one BLAKE2b
 
 
@@ -55,6 +56,12 @@ class Transcripts:
             self._add(history, to_ids(ids))
         if history.num_tokens > MOST_TOKENS:
             history.shrink(MOST_TOKENS * 3 // 4)  # more than is needed, so that it is not needed again at once
+        while len(self._histories) > 1 and self.num_tokens > MOST_IN_ALL:
+            self._histories.popitem(last=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(history.num_tokens for history in self._histories.values())
 
     def forget(self, namespace: str, agent: str | None) -> None:
         self._histories.pop((namespace, agent), None)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 import uvicorn
 
+from rewake.api import streams
 from rewake.api.app import create_app
 from rewake.api.limits import read_body
 from rewake.backends.base import Batch, Output
+from rewake.client import Client
 from rewake.config import Config
 from rewake.counts import Histogram
-from rewake.errors import BodyTooSlow
+from rewake.errors import BodyTooSlow, Overloaded
 from rewake.logs import Json, Text, request_id
 from rewake.service import Service, open_service
 from tests.server import only
@@ -155,6 +162,37 @@ def test_books_that_do_not_add_up_are_said(client: httpx.Client, service: Servic
         service.engine.call(lambda: pool.give(slot)).result(10)
 
 
+def test_who_is_turned_away_is_told_when_to_come_back(
+    client: httpx.Client, service: Service, steps: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both protocols; and those that wait are answered."""
+    engine, go = service.engine, threading.Event()
+    for agent in ("runs", "waits", "refused"):
+        ask(client, body_of(service, agent, 5))  # what is known of one that is new, the engine says between two steps
+    monkeypatch.setattr(engine, "max_running", 1)
+    monkeypatch.setattr(engine, "max_waiting", 1)
+
+    def hold(_: Batch) -> None:
+        go.wait(30)
+
+    steps.before_step = hold
+    with ThreadPoolExecutor(2) as others:
+        taken = [others.submit(ask, client, body_of(service, "runs", 5))]
+        wait_until(lambda: len(engine.running) == 1)
+        taken.append(others.submit(ask, client, body_of(service, "waits", 5)))
+        wait_until(lambda: len(engine.waiting) + len(engine._coming) == 1)
+        body = body_of(service, "refused", 5)
+        for path in ("chat/completions", "messages"):
+            refused = client.post(f"/v1/{path}", json=body)
+            assert refused.status_code == 429 and "waiting already" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 600
+        with Client(str(client.base_url)) as ours, pytest.raises(Overloaded) as caught:
+            list(ours.chat([{"role": "user", "content": "Hello."}], agent="refused", model=service.path.name))
+        assert caught.value.retry_after == int(refused.headers["retry-after"])
+        go.set()
+        assert all(future.result(30)["usage"]["completion_tokens"] for future in taken)
+
+
 def test_a_client_that_leaves_in_a_long_prompt_finds_what_was_done(client: httpx.Client, service: Service, steps: Watched) -> None:
     """A5: it stops within a step, and the prompt is known as far as it was computed."""
     go, num_steps = threading.Event(), 0
@@ -178,6 +216,56 @@ def test_a_client_that_leaves_in_a_long_prompt_finds_what_was_done(client: httpx
     assert report["reused_tokens"] >= 4 * CHUNK and report["computed_tokens"] == report["prompt_tokens"] - report["reused_tokens"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_client_that_leaves_in_an_answer_stops_it(client: httpx.Client, service: Service, steps: Watched, path: str) -> None:
+    """A5: within a step, and what was said so far is remembered."""
+    go, num_steps, held_at = threading.Event(), 0, 8
+    body = body_of(service, f"leaves an answer of {path}", 20, max_tokens=500)
+    ask(client, {**body, "max_tokens": 1})  # so that all steps from here on are the answer's
+
+    def hold(_: Batch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == held_at:
+            go.wait(30)
+
+    steps.before_step = hold
+    with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as response:
+        pieces = response.iter_bytes()
+        while num_steps < held_at:
+            assert next(pieces)
+    wait_until(lambda: service.engine._inbox.qsize() > 0)
+    go.set()
+    wait_until(lambda: service.engine.call(lambda: service.engine.is_idle).result(10))
+    assert num_steps == held_at
+    agent = client.get(f"/v1/agents/{quote(body['agent_id'], safe='')}").json()
+    prompt_tokens = ask(client, {**body, "max_tokens": 1})["rewake"]["prompt_tokens"]
+    assert agent["tokens"] >= prompt_tokens + held_at - 1
+
+
+def test_a_silent_stream_shows_signs_of_life(
+    client: httpx.Client, service: Service, steps: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A6: while a step is as long as it likes, comments come, or Anthropic's pings; then the answer."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE", 0.01)
+    for path, sign in (("chat/completions", b": keep-alive\n\n"), ("messages", b"event: ping\n")):
+        go = threading.Event()
+
+        def hold(_: Batch, go: threading.Event = go) -> None:
+            go.wait(30)
+
+        ask(client, body_of(service, path, 5))  # of one that is not known the engine is asked first, between two steps
+        steps.before_step = hold
+        with client.stream("POST", f"/v1/{path}", json=body_of(service, path, 100, stream=True)) as response:
+            pieces, seen = response.iter_bytes(), b""
+            while seen.count(sign) < 5:
+                seen += next(pieces)
+            go.set()
+            seen += b"".join(pieces)
+        assert b"[DONE]" in seen or b"message_stop" in seen
+        steps.before_step = lambda batch: None
+
+
 def test_a_stream_that_fails_after_it_began_ends_with_an_error(client: httpx.Client, service: Service, steps: Watched) -> None:
     """A8: no empty success, and no end that looks like one; others go on."""
     num_steps = 0
@@ -196,6 +284,48 @@ def test_a_stream_that_fails_after_it_began_ends_with_an_error(client: httpx.Cli
     assert not any("finish_reason" in c and c["finish_reason"] for e in events[:-1] for c in json.loads(e)["choices"])
     steps.before_step = lambda batch: None
     assert ask(client, body_of(service, "broken", 5))["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "streamed", "whole, left", "streamed, left", "two answers", "events", "refused"])
+def test_nothing_of_a_request_waits_for_a_full_collection(client: httpx.Client, service: Service, steps: Watched, kind: str) -> None:
+    """Cycles would: a server would keep prompts, tokens and texts of what is over, until there are a hundred thousand such objects."""
+
+    def request(number: int) -> None:
+        more: Body = {"n": 2} if kind == "two answers" else {"surprise": 1} if kind == "refused" else {}
+        body = body_of(service, f"gone {number}", 300, stream="streamed" in kind, **more)
+        if kind == "events":
+            with client.stream("GET", "/v1/rewake/events") as response:
+                assert response.is_success and next(response.iter_bytes())
+        elif kind == "streamed, left":
+            with client.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 50}) as response:
+                assert response.is_success and next(response.iter_bytes())
+        elif kind == "whole, left":
+            with pytest.raises(httpx.TimeoutException):
+                client.post("/v1/chat/completions", json={**body, "max_tokens": 400}, timeout=0.02)
+        else:
+            assert client.post("/v1/chat/completions", json=body).is_success == (kind != "refused")
+
+    def is_over() -> bool:
+        return service.engine.call(lambda: service.engine.is_idle).result(30)
+
+    request(0)  # the first has things looked up that stay
+    wait_until(is_over)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for number in range(1, 4):
+            request(number)
+        wait_until(is_over)
+        client.get("/health")  # who has answered the last one is through with it
+        gc.collect()
+        ours = Counter(type(o).__qualname__ for o in gc.garbage if type(o).__module__.startswith("rewake."))
+        whose = {f"{o.__module__}.{o.__qualname__}" for o in gc.garbage if isinstance(o, FunctionType)}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not ours and not {name for name in whose if name.startswith("rewake.")}
 
 
 def test_what_cannot_fit_is_refused_before_any_step(client: httpx.Client, service: Service, steps: Watched) -> None:

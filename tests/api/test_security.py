@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from rewake.api.app import create_app
 from rewake.api.auth import Access
 from rewake.api.limits import Rates
+from rewake.backends.base import Batch, Output
 from rewake.config import Config
 from rewake.errors import ConfigError, RateLimited
 from rewake.keys import Key, KeyFile, Limits
@@ -124,14 +125,26 @@ def test_two_keys_never_see_each_others_agents(connect: Open, file: KeyFile) -> 
 @pytest.mark.parametrize("agent", ["asks", None])
 @pytest.mark.parametrize("stored_by", ["asks", None])
 def test_what_another_has_stored_is_computed_as_if_nobody_had(
-    connect: Open, file: KeyFile, agent: str | None, stored_by: str | None
+    connect: Open, file: KeyFile, service: Service, monkeypatch: pytest.MonkeyPatch, agent: str | None, stored_by: str | None
 ) -> None:
-    """A11, not by timing: the work is that of a cold prompt, token for token. Claim 2 of "the same" is not touched: nothing is shared."""
+    """A11, not by timing: the work is that of a cold prompt, step for step. Claim 2 of "the same" is not touched: nothing is shared."""
+    forward, steps = service.backend.forward, list[tuple[int, int]]()
+
+    def watched(batch: Batch) -> Output:
+        steps.extend((row.start, row.end) for row in batch.rows)
+        return forward(batch)
+
+    monkeypatch.setattr(service.backend, "forward", watched)
     ada, bob, cold = (connect(file.create(name)[1]) for name in ("ada", "bob", "cold"))
     for _ in range(2):
         assert chat(ada, stored_by).is_success
     assert chat(ada, stored_by).json()["rewake"]["match"] == "exact"
-    of_bob, of_cold = (chat(client, agent).json() for client in (bob, cold))
+    steps.clear()
+    of_bob = chat(bob, agent).json()
+    steps_of_bob = steps[:]
+    steps.clear()
+    of_cold = chat(cold, agent).json()
+    assert steps_of_bob == steps and steps[0][0] == 0, "not one row less is computed"
     assert of_bob["rewake"] == of_cold["rewake"] and of_bob["usage"] == of_cold["usage"]
     report = of_bob["rewake"]
     assert report["match"] == "miss" and report["reused_tokens"] == 0 and report["computed_tokens"] == report["prompt_tokens"] > 256

@@ -16,6 +16,7 @@ import pytest
 from rewake.api import streams
 from rewake.api.app import create_app
 from rewake.config import Config
+from rewake.errors import RESTART
 from rewake.models import DEFAULT_MODEL
 from rewake.service import Service, open_service
 from tests.server import ServerProcess, only
@@ -80,6 +81,20 @@ def test_what_cannot_begin_is_no_stream(service: Service) -> None:
     with pytest.raises(httpx.HTTPStatusError) as caught:
         posted(service, "/v1/chat/completions", max_tokens=5000)
     assert caught.value.response.status_code == 400 and "context_length_exceeded" in caught.value.response.text
+
+
+def test_a_server_that_goes_says_when_another_may_be_there(service: Service) -> None:
+    """Behind the time that answers have to end; who looks after it is told the same."""
+
+    async def answers() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(services)), base_url="http://127.0.0.1") as client:
+            body = {"model": service.path.name, "messages": LONG}
+            return [await client.post("/v1/chat/completions", json=body), await client.get("/health"), await client.get("/v1/agents")]
+
+    services = only(service)
+    services.begin_stop(20)
+    for answer in asyncio.run(answers()):
+        assert answer.status_code == 503 and RESTART < int(answer.headers["retry-after"]) <= 20 + RESTART
 
 
 def test_no_event_has_a_line_end_within(service: Service) -> None:

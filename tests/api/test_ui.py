@@ -1,6 +1,6 @@
 """The window, in a real browser on a real server: what it shows is what is there, and what is clicked is done.
 
-With REWAKE_SCREENSHOTS set to a directory, the pictures of the README are written there.
+With TEST_SCREENSHOTS set to a directory, the pictures of the README are written there.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the window is not tested")
-    path = os.environ.get("REWAKE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = os.environ.get("TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip("no Chromium here (apt install chromium, or name one in REWAKE_BROWSER): the window is not tested")
+        pytest.skip("no Chromium here (apt install chromium, or name one in TEST_BROWSER): the window is not tested")
     with playwright.sync_playwright() as running:
         launched = running.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
         yield launched
@@ -192,7 +192,7 @@ def test_what_models_and_names_say_is_never_markup(browser: Any, server: ServerP
 
 
 def test_by_keyboard_on_a_phone_and_in_the_dark(browser: Any, server: ServerProcess, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("REWAKE_SCREENSHOTS") or tmp_path)
+    folder = Path(os.environ.get("TEST_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     with Client(f"http://127.0.0.1:{server.port}") as client:
         for agent in client.list():

@@ -200,6 +200,18 @@ def test_agents_are_forgotten_here_when_there_are_many(transcripts: Transcripts,
     assert [transcripts.knows("ns", agent) for agent in "abc"] == [False, True, True]
 
 
+def test_all_agents_together_are_bounded(transcripts: Transcripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long each of them is; the latest one is known whatever its length."""
+    monkeypatch.setattr("rewake.text.transcripts.MOST_IN_ALL", 1000)
+    ids = oddly(transcripts.tokenizer, PROSE * 3)
+    for agent in range(1 + 1000 // len(ids)):
+        transcripts.learn("ns", str(agent), [ids])
+        assert transcripts.num_tokens <= 1000
+    assert not transcripts.knows("ns", "0") and transcripts.knows("ns", "1")
+    transcripts.learn("ns", "long", [oddly(transcripts.tokenizer, PROSE * 100)])
+    assert transcripts.knows("ns", "long") and not transcripts.knows("ns", "1")
+
+
 def chat_of(tokenizer: Tokenizer, tokens: int, turns: int) -> str:
     sentence = len(tokenizer.encode(PROSE))
     answer = PROSE * (tokens // turns // sentence)

@@ -8,3 +8,9 @@ import os
 # stands before torch's import.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# For models that transformers runs. oneDNN keeps what it has made for a product of a certain shape, and every number of
+# rows is a shape: 1,024 of them, twice (in torch's own cache, too), grow to hundreds of megabytes over the first
+# thousands of requests. Those of all numbers of sequences that decode together fit into this many.
+for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(name, "128")
