@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from rewake.cli import context
@@ -36,3 +39,11 @@ def test_counts_have_a_plural() -> None:
 def test_doctor_caps_the_context_as_serve_does() -> None:
     assert context(999_999, 8192) == "8192 tokens, not 999999"
     assert context(0, 8192) == "8192 tokens" and context(512, 8192) == "512 tokens"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`rewake models | head -1`: no traceback, and the status that shells give a command whose pipe was closed."""
+    with subprocess.Popen([sys.executable, "-m", "rewake", "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 141)
