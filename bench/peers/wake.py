@@ -25,6 +25,7 @@ from bench.peers.ours import generate, open_ours
 __all__ = ["over_http", "start"]
 
 CONTEXT, NEW_TOKENS = 4096, 16
+CLIENT = "--client"
 WORDS = 3000  # of English, some 4,096 tokens
 
 
@@ -52,23 +53,29 @@ def start_once(kv: str, data: str, prompt: list[int]) -> float:
 
 
 def over_http(kv: str, repetitions: int) -> float:
-    """Median of milliseconds."""
-    import httpx
-
-    text = "Of the river and its stones there is little to be said that was not said before. " * (WORDS // 17)
+    """Median of milliseconds. The client is a process of its own, as clients are: in ours it would wait for the interpreter."""
     with tempfile.TemporaryDirectory() as data:
         service = open_ours(kv, Path(data))
         noted = note_engine(service.engine)
-        added = []
-        with serving(service) as url, httpx.Client(base_url=url, timeout=600) as client:
-            for i in range(repetitions + 1):
-                messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "So it is."}]
-                messages.append({"role": "user", "content": f"And what of number {i}, which came last of all?"})
-                took = first_piece(client, messages)
-                if i:  # the first computes the text
-                    added.append(took - noted[-1])
+        with serving(service) as url:
+            command = [sys.executable, "-m", "bench.peers.wake", CLIENT, url, str(repetitions)]
+            took = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         service.close()
-        return statistics.median(added)
+        return statistics.median(mine - engines for mine, engines in zip(took[1:], noted[1:], strict=True))  # the first computes the text
+
+
+def ask_over_http(url: str, repetitions: int) -> list[float]:
+    """The client: milliseconds to the first piece of each answer."""
+    import httpx
+
+    text = "Of the river and its stones there is little to be said that was not said before. " * (WORDS // 17)
+    took = []
+    with httpx.Client(base_url=url, timeout=600) as client:
+        for i in range(repetitions + 1):
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "So it is."}]
+            messages.append({"role": "user", "content": f"And what of number {i}, which came last of all?"})
+            took.append(first_piece(client, messages))
+    return took
 
 
 def note_engine(engine: Any) -> list[float]:
@@ -117,7 +124,10 @@ def first_piece(client: Any, messages: list[dict[str, str]]) -> float:
 
 
 def main() -> None:
-    """In the new process: the first token of what comes in, and its time is now."""
+    """In the new process: a client; or the first token of what comes in, whose time is now."""
+    if sys.argv[1] == CLIENT:
+        json.dump(ask_over_http(sys.argv[2], int(sys.argv[3])), sys.stdout)
+        return
     kv, data = sys.argv[1:]
     service = open_ours(kv, Path(data))
     generate(service, [json.loads(sys.stdin.readline())], 1, agent="start")
