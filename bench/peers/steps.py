@@ -28,6 +28,7 @@ from bench.common import Bar, table
 from bench.peers import wake
 from bench.peers.base import Peer, cores
 from bench.peers.kernels import DECODED, DEPTH, EIGHT, Measured, attempt, long, short, start, together, warm_up
+from bench.peers.ours import Ours
 from bench.peers.prompts import Prompts
 
 __all__ = ["measure"]
@@ -42,6 +43,14 @@ PEER_BARS = (  # a peer, at which depth, ours over theirs
     ("vllm", "decode 1024", 2.0),
     ("llama.cpp", f"decode {DEPTH}", 2.5),
     ("vllm", f"decode {DEPTH}", 2.0),
+    ("llama.cpp-q4", f"decode {DEPTH}", 5.0),
+    ("vllm", "eight 1024", 1.5),
+    ("llama.cpp", "eight 1024", 2.5),
+)
+PEER_TIMES = (  # the same of milliseconds, which are to be at most so many times theirs
+    ("vllm", "cold", 1.25),
+    ("vllm", "hot", 1.0),
+    ("llama.cpp", "hot", 0.2),
 )
 
 
@@ -87,8 +96,9 @@ def resident(m: Measured) -> None:
 
 
 def eight(m: Measured, prompts: Prompts, repetition: int) -> None:
+    """Others only where they are compared: llama.cpp would compute eight prompts of 4,096 for minutes."""
     if m.peer.batches:
-        for depth in DEPTHS:
+        for depth in DEPTHS if isinstance(m.peer, Ours) else (1024,):
             contexts = [prompts.take(f"eight {i} {repetition}", depth) for i in range(EIGHT)]
             m.note(f"eight {depth}", together(m.ask(contexts, 2 * DECODED)))
 
@@ -150,8 +160,11 @@ def bars_of(measured: list[Measured], kv: str) -> list[Bar]:
         for peer, name, limit in PEER_BARS
         if peer in by_name
     ]
-    if "vllm" in by_name:
-        bars.append(Bar(GROUP, f"cold {DEPTH}: ours {kv} / vLLM", ours_over(by_name["vllm"], "cold"), 1.25, most=True))
+    bars += [
+        Bar(GROUP, f"{name} {DEPTH}: ours {kv} / {peer}", ours_over(by_name[peer], name), limit, most=True)
+        for peer, name, limit in PEER_TIMES
+        if peer in by_name
+    ]
     bars += [
         Bar(GROUP, "eight at 1024 / one", number("eight 1024") / number("decode 1024"), 3),
         Bar(GROUP, f"16 new tokens behind {DEPTH}, ms", number("hot"), 42, most=True),
