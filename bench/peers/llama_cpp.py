@@ -31,7 +31,7 @@ class LlamaCpp(Peer):
 
     def python(self) -> Path:
         variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(THREADS), **compilers()}
-        install = ["install", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={VERSION}"]
+        install = ["install", "--no-cache-dir", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={VERSION}"]
         return environment(f"llama-cpp-{VERSION}", [install], variables)
 
     @property
