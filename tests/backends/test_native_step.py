@@ -473,12 +473,15 @@ def test_products_with_weights_of_every_kind_are_exact(tmp_path: Path, monkeypat
         model.state_dict()[name].copy_(torch.from_numpy(dequantize(b, GGMLQuantizationType[kind])))
     with torch.inference_mode():
         want = model(torch.tensor([tokens])).logits[0].numpy()
-    cuts = [1, 2, 17, 26, 40]  # rows alone, in whole blocks, and what is left of them
+    cuts = [1, 2, 18, 23, 40]  # rows alone, in whole blocks, and what is left of them
+    found = {}
     for isa in native.isas():
         monkeypatch.setenv("REWAKE_ISA", isa)
-        got = steps(torch_backend(load_model(folder, threads=2), "bf16", 2), tokens, cuts)
-        error = np.abs(got - want[[c - 1 for c in cuts]]).max() / np.abs(want).max()
+        found[isa] = steps(torch_backend(load_model(folder, threads=2), "bf16", 2), tokens, cuts)
+        error = np.abs(found[isa] - want[[c - 1 for c in cuts]]).max() / np.abs(want).max()
         assert error < 0.01, isa
+    if "amx" in found:  # the same integers, so the same bits
+        assert np.array_equal(found["amx"], found["avx512"])
 
 
 def test_rotary_frequencies_are_those_of_transformers() -> None:
