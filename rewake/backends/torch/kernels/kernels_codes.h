@@ -15,6 +15,26 @@ template <int BITS> constexpr int HIGH_BITS = BITS - LOW_BITS<BITS>;     // in i
 
 typedef int16_t VW __attribute__((vector_size(4 * W)));  // words
 
+// A tile of coded weights, by how they are coded.
+template <int BITS> struct CodesTile {
+    const uint8_t* data;
+    CodesTile(const RwLinear& w, int64_t tile) : data(w.data + tile * (w.inputs / COLUMNS) * GROUP_BYTES<BITS>) {}
+};
+template <int BITS> struct SuperTile {
+    const uint8_t* data;
+    SuperTile(const RwLinear& w, int64_t tile) : data(w.data + tile * (w.inputs / SUPER_GROUP) * SUPER_BYTES<BITS>) {}
+};
+template <class Act> inline auto on_tile(const RwLinear& w, int64_t tile, Act act) {
+    switch (w.kind) {
+        case CODES4: return act(CodesTile<4>(w, tile));
+        case CODES5: return act(CodesTile<5>(w, tile));
+        case CODES8: return act(CodesTile<8>(w, tile));
+        case SUPER4: return act(SuperTile<4>(w, tile));
+        case SUPER5: return act(SuperTile<5>(w, tile));
+        default: return act(SuperTile<6>(w, tile));
+    }
+}
+
 // Pair p of a group, from the dwords of its planes.
 template <int BITS> inline VI code_pair(VI low, VI high, int p) {
     const VI pair = pair_of<LOW_BITS<BITS>>(low, p % PAIRS<LOW_BITS<BITS>>);
@@ -24,14 +44,19 @@ template <int BITS> inline VI code_pair(VI low, VI high, int p) {
     return pair | (moved & splat_int(BITS == 5 ? 0x00100010 : 0x00300030));
 }
 
+// Dword d of a group's first plane, and the one that has what is above its codes.
+inline VI low_dword(const uint8_t* codes, int d) { return load_int(codes + 4 * d * OUTPUT_TILE); }
+template <int BITS> inline VI high_dword(const uint8_t* codes, int d) {
+    return HIGH_BITS<BITS> ? low_dword(codes, 4 + HIGH_BITS<BITS> * d / 4) : low_dword(codes, d);
+}
+
 // Products of pairs [FIRST, LAST) of a group, less `from` in each half, with R rows.
 template <int BITS, int R, int FIRST, int LAST, bool CENTRED> inline void add_products(const uint8_t* codes, const int32_t* pairs, VI (&sum)[R]) {
     constexpr int PER = PAIRS<LOW_BITS<BITS>>;
     UNROLL
     for (int d = FIRST / PER; d < LAST / PER; d++) {
         __builtin_prefetch(codes + AHEAD + 4 * d * OUTPUT_TILE);
-        const VI low = load_int(codes + 4 * d * OUTPUT_TILE);
-        const VI high = HIGH_BITS<BITS> ? load_int(codes + 4 * (4 + HIGH_BITS<BITS> * d / 4) * OUTPUT_TILE) : low;
+        const VI low = low_dword(codes, d), high = high_dword<BITS>(codes, d);
         UNROLL
         for (int i = 0; i < PER; i++) {
             VI k = code_pair<BITS>(low, high, PER * d + i);
@@ -78,10 +103,10 @@ template <int R> inline void store_lanes(const VF (&of)[R], int lane, float* y) 
 }
 
 // One tile x R rows -> y[R][16].
-template <int BITS, int R> void multiply_codes(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
-    const int groups = w.inputs / COLUMNS;
+template <int R, int BITS> void multiply_rows(CodesTile<BITS> tile, const Inputs& in, int64_t first, float* y) {
+    const int groups = in.columns / COLUMNS;
     for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
-        const uint8_t* at = w.data + tile * groups * GROUP_BYTES<BITS>;
+        const uint8_t* at = tile.data;
         Block<R> block(in, first);
         VF of[R];
         clear(of);
@@ -93,10 +118,10 @@ template <int BITS, int R> void multiply_codes(const RwLinear& w, int64_t tile, 
     }
 }
 
-template <int BITS, int R> void multiply_super(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
-    const int supers = w.inputs / SUPER_GROUP;
+template <int R, int BITS> void multiply_rows(SuperTile<BITS> tile, const Inputs& in, int64_t first, float* y) {
+    const int supers = in.columns / SUPER_GROUP;
     for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
-        const uint8_t* at = w.data + tile * supers * SUPER_BYTES<BITS>;
+        const uint8_t* at = tile.data;
         Block<R> block(in, first);
         VF of[R];
         clear(of);
@@ -111,10 +136,10 @@ template <int BITS, int R> void multiply_super(const RwLinear& w, int64_t tile, 
     }
 }
 
-template <int R> void multiply_super6(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, float* y) {
-    const int supers = w.inputs / SUPER_GROUP;
+template <int R> void multiply_rows(SuperTile<6> tile, const Inputs& in, int64_t first, float* y) {
+    const int supers = in.columns / SUPER_GROUP;
     for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
-        const uint8_t* at = w.data + tile * supers * SUPER_BYTES<6>;
+        const uint8_t* at = tile.data;
         Block<R> block(in, first);
         VF of[R];
         clear(of);
@@ -181,15 +206,15 @@ template <int BITS> inline Pair codes_at(const uint8_t* codes, int lane, int pai
     return code;
 }
 
-template <int BITS> inline Pair pair_in_codes(const uint8_t* tile, int lane, int pair) {
-    const uint8_t *group = tile + pair / GROUP_PAIRS * GROUP_BYTES<BITS>, *terms = group + CODE_BYTES<BITS> + 2 * lane;
+template <int BITS> inline Pair pair_in(CodesTile<BITS> tile, int lane, int pair) {
+    const uint8_t *group = tile.data + pair / GROUP_PAIRS * GROUP_BYTES<BITS>, *terms = group + CODE_BYTES<BITS> + 2 * lane;
     const Pair code = codes_at<BITS>(group, lane, pair % GROUP_PAIRS);
     const float scale = from_f16(terms), minimum = from_f16(terms + 2 * OUTPUT_TILE);
     return {code.first * scale + minimum, code.second * scale + minimum};
 }
 
-template <int BITS> inline Pair pair_in_super(const uint8_t* tile, int lane, int pair) {
-    const uint8_t* super = tile + pair / (SUPER_GROUP / 2) * SUPER_BYTES<BITS>;
+template <int BITS> inline Pair pair_in(SuperTile<BITS> tile, int lane, int pair) {
+    const uint8_t* super = tile.data + pair / (SUPER_GROUP / 2) * SUPER_BYTES<BITS>;
     const int in_super = pair % (SUPER_GROUP / 2), group = in_super / GROUP_PAIRS;
     const uint8_t *terms = super + SUPER_GROUPS * CODE_BYTES<BITS>, *shared = terms + TERM_BYTES + 2 * lane;
     const Pair code = codes_at<BITS>(super + group * CODE_BYTES<BITS>, lane, in_super % GROUP_PAIRS);
@@ -203,18 +228,9 @@ template <int BITS> inline Pair pair_in_super(const uint8_t* tile, int lane, int
 }
 
 inline Pair pair_at_output(const RwLinear& w, int64_t output, int pair) {
-    const int64_t tile = output / OUTPUT_TILE, groups = w.inputs / COLUMNS, supers = w.inputs / SUPER_GROUP;
+    const int64_t tile = output / OUTPUT_TILE;
     const int lane = (int)(output % OUTPUT_TILE);
-    switch (w.kind) {
-        case CODES4: return pair_in_codes<4>(w.data + tile * groups * GROUP_BYTES<4>, lane, pair);
-        case CODES5: return pair_in_codes<5>(w.data + tile * groups * GROUP_BYTES<5>, lane, pair);
-        case CODES8: return pair_in_codes<8>(w.data + tile * groups * GROUP_BYTES<8>, lane, pair);
-        case SUPER4: return pair_in_super<4>(w.data + tile * supers * SUPER_BYTES<4>, lane, pair);
-        case SUPER5: return pair_in_super<5>(w.data + tile * supers * SUPER_BYTES<5>, lane, pair);
-        case SUPER6: return pair_in_super<6>(w.data + tile * supers * SUPER_BYTES<6>, lane, pair);
-        default: {
-            const uint32_t both = (uint32_t)pair_at(w.data + ((tile * w.inputs / 2 + pair) * OUTPUT_TILE + lane) * 4);
-            return {from_bf16((uint16_t)both), from_bf16((uint16_t)(both >> 16))};
-        }
-    }
+    if (w.kind != PLAIN) return on_tile(w, tile, [=](auto of) { return pair_in(of, lane, pair); });
+    const uint32_t both = (uint32_t)pair_at(w.data + ((tile * w.inputs / 2 + pair) * OUTPUT_TILE + lane) * 4);
+    return {from_bf16((uint16_t)both), from_bf16((uint16_t)(both >> 16))};
 }

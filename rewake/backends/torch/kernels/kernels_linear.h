@@ -103,23 +103,20 @@ template <int R> inline void multiply_block(const RwLinear& w, int64_t tile, con
     if constexpr (R > 1) {
         if (rows < R) return multiply_block<R - 1>(w, tile, in, first, rows, y);
     }
-    switch (w.kind) {
-        case CODES4: return multiply_codes<4, R>(w, tile, in, first, y);
-        case CODES5: return multiply_codes<5, R>(w, tile, in, first, y);
-        case CODES8: return multiply_codes<8, R>(w, tile, in, first, y);
-        case SUPER4: return multiply_super<4, R>(w, tile, in, first, y);
-        case SUPER5: return multiply_super<5, R>(w, tile, in, first, y);
-        case SUPER6: return multiply_super6<R>(w, tile, in, first, y);
-        default: return multiply_plain<R>(w, tile, in, first, y);
-    }
+    if (w.kind == PLAIN) return multiply_plain<R>(w, tile, in, first, y);
+    on_tile(w, tile, [&](auto of) { multiply_rows<R>(of, in, first, y); });
+}
+
+inline void add_bias(const RwLinear& w, int64_t tile, int rows, float* y) {
+    if (!w.bias) return;
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < OUTPUT_TILE; i += W) store(y + r * OUTPUT_TILE + i, load(y + r * OUTPUT_TILE + i) + load(w.bias + tile * OUTPUT_TILE + i));
 }
 
 // y[rows][16] of one tile and one block of rows, bias included.
 inline void multiply_tile(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, int rows, float* y) {
     multiply_block<LINEAR_ROWS>(w, tile, in, first, rows, y);
-    if (!w.bias) return;
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < OUTPUT_TILE; i += W) store(y + r * OUTPUT_TILE + i, load(y + r * OUTPUT_TILE + i) + load(w.bias + tile * OUTPUT_TILE + i));
+    add_bias(w, tile, rows, y);
 }
 
 // Blocks of rows that stay in the cache while weights pass by.

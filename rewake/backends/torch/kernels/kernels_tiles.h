@@ -18,9 +18,7 @@ template <int BITS> inline void unpack_group(const uint8_t* codes, int less, uin
         UNROLL
         for (int i = 0; i < 4; i++) {
             const int d = (4 * octet + i) / PER;
-            const VI low = load_int(codes + 4 * d * OUTPUT_TILE);
-            const VI high = HIGH_BITS<BITS> ? load_int(codes + 4 * (4 + HIGH_BITS<BITS> * d / 4) * OUTPUT_TILE) : low;
-            pair[i] = code_pair<BITS>(low, high, 4 * octet + i);
+            pair[i] = code_pair<BITS>(low_dword(codes, d), high_dword<BITS>(codes, d), 4 * octet + i);
         }
         UNROLL
         for (int i = 0; i < 2; i++)
@@ -36,18 +34,18 @@ struct Strip {
     void put_terms(int i, VF a, VF b) { store(terms + 2 * i * OUTPUT_TILE, a), store(terms + (2 * i + 1) * OUTPUT_TILE, b); }
 };
 
-template <int BITS> inline void unpack_codes(const uint8_t* tile, int first, Strip& to) {
+template <int BITS> inline void unpack(CodesTile<BITS> tile, int first, Strip& to) {
     for (int i = 0; i < to.groups; i++) {
-        const uint8_t *at = tile + (first + i) * GROUP_BYTES<BITS>, *terms = at + CODE_BYTES<BITS>;
+        const uint8_t *at = tile.data + (first + i) * GROUP_BYTES<BITS>, *terms = at + CODE_BYTES<BITS>;
         unpack_group<BITS>(at, 0, to.codes + i * UNPACKED_BYTES);
         to.put_terms(i, load_f16(terms), load_f16(terms + 2 * OUTPUT_TILE));
     }
 }
 
-template <int BITS> inline void unpack_super(const uint8_t* tile, int first, Strip& to) {
+template <int BITS> inline void unpack(SuperTile<BITS> tile, int first, Strip& to) {
     for (int i = 0; i < to.groups; i++) {
         const int group = (first + i) % SUPER_GROUPS;
-        const uint8_t* super = tile + (first + i) / SUPER_GROUPS * SUPER_BYTES<BITS>;
+        const uint8_t* super = tile.data + (first + i) / SUPER_GROUPS * SUPER_BYTES<BITS>;
         const uint8_t *all = super + SUPER_GROUPS * CODE_BYTES<BITS>, *terms = all + 2 * group * OUTPUT_TILE, *shared = all + TERM_BYTES;
         if constexpr (BITS == 6) {  // each half has a scale: the other one's codes are 0
             uint8_t* codes = to.codes + 2 * i * UNPACKED_BYTES;
@@ -60,18 +58,6 @@ template <int BITS> inline void unpack_super(const uint8_t* tile, int first, Str
             unpack_group<BITS>(super + group * CODE_BYTES<BITS>, 0, to.codes + i * UNPACKED_BYTES);
             to.put_terms(i, load_f16(shared) * to_float(bytes(terms)), load_f16(shared + 2 * OUTPUT_TILE) * to_float(bytes(terms + OUTPUT_TILE)));
         }
-    }
-}
-
-inline void unpack_strip(const RwLinear& w, int64_t tile, int first, Strip& to) {
-    const int64_t groups = w.inputs / COLUMNS, supers = w.inputs / SUPER_GROUP;
-    switch (w.kind) {
-        case CODES4: return unpack_codes<4>(w.data + tile * groups * GROUP_BYTES<4>, first, to);
-        case CODES5: return unpack_codes<5>(w.data + tile * groups * GROUP_BYTES<5>, first, to);
-        case CODES8: return unpack_codes<8>(w.data + tile * groups * GROUP_BYTES<8>, first, to);
-        case SUPER4: return unpack_super<4>(w.data + tile * supers * SUPER_BYTES<4>, first, to);
-        case SUPER5: return unpack_super<5>(w.data + tile * supers * SUPER_BYTES<5>, first, to);
-        default: return unpack_super<6>(w.data + tile * supers * SUPER_BYTES<6>, first, to);
     }
 }
 
@@ -132,8 +118,7 @@ inline void add_strip(const Strip& strip, const uint8_t* in, const float* steps,
         for (int r = 0; r < TILED_ROWS; r++)
             y[r] = fma(minimum, splat(sums[r]), fma(exact_sum(of[g & 1], r) * splat(steps[r]), scale, y[r]));
     }
-    UNROLL
-    for (int r = 0; r < TILED_ROWS; r++) store(to + r * OUTPUT_TILE, y[r]);
+    store_lanes(y, 0, to);
 }
 
 inline void add_strip6(const Strip& strip, const uint8_t* in, const float* steps, float* to) {
@@ -152,8 +137,7 @@ inline void add_strip6(const Strip& strip, const uint8_t* in, const float* steps
             y[r] = fma(exact_sum(right, r) * step, of_right, fma(exact_sum(left, r) * step, of_left, y[r]));
         }
     }
-    UNROLL
-    for (int r = 0; r < TILED_ROWS; r++) store(to + r * OUTPUT_TILE, y[r]);
+    store_lanes(y, 0, to);
 }
 
 // y[rows][16] of one tile and the rows [begin, end) of a panel, bias included.
@@ -163,7 +147,7 @@ inline void multiply_panel(const RwLinear& w, int64_t tile, const Inputs& in, in
         store(y + i * OUTPUT_TILE, splat(0));
     for (int first = 0; first < groups; first += CHUNK) {
         strip.groups = std::min(CHUNK, groups - first);
-        unpack_strip(w, tile, first, strip);
+        on_tile(w, tile, [&](auto of) { unpack(of, first, strip); });
         settle();
         for (int64_t row = begin; row < end; row += TILED_ROWS) {
             const uint8_t* from = (const uint8_t*)in.pairs + 2 * row * in.columns + first * 2 * HALF_BYTES;
@@ -172,9 +156,7 @@ inline void multiply_panel(const RwLinear& w, int64_t tile, const Inputs& in, in
             w.kind == SUPER6 ? add_strip6(strip, from, in.steps + term, to) : add_strip(strip, from, in.steps + term, in.sums + term, to);
         }
     }
-    if (!w.bias) return;
-    for (int64_t i = 0; i < end - begin; i++)
-        store(y + i * OUTPUT_TILE, load(y + i * OUTPUT_TILE) + load(w.bias + tile * OUTPUT_TILE));
+    add_bias(w, tile, (int)(end - begin), y);
 }
 
 // As multiply, for tiled inputs, too.

@@ -82,7 +82,7 @@ class Step {
         };
         const auto inputs = [&](Inputs& in, int columns) {
             const int kinds = model_.input_kinds;
-            const int64_t rows = (rows_ + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS;
+            const int64_t rows = round_up((int)rows_, TILED_ROWS);
             in = {rows_, columns, kinds_for(rows_), nullptr, nullptr, nullptr, nullptr, nullptr};
             take(in.pairs, kinds & FIXED_INPUTS ? rows * columns / 2 : 0);
             take(in.high, kinds & PLAIN_INPUTS ? rows_ * columns / 2 : 0);
