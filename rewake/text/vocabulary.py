@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -38,7 +39,15 @@ class Vocabulary:
 
 def open_vocabulary(path: Path) -> tuple[Tokenizer, Vocabulary]:
     """Of the model in the folder `path`. Raises ModelError if its tokenizer cannot be read, or not into a fast one."""
-    kept = made_once(f"tokenizers/{key_of(path)}", lambda folder: keep(path, folder))
+    try:
+        return read(made_once(f"tokenizers/{key_of(path)}", lambda folder: keep(path, folder)))
+    except OSError:  # a cache that cannot be written is none
+        with tempfile.TemporaryDirectory() as folder:
+            keep(path, Path(folder))
+            return read(Path(folder))
+
+
+def read(kept: Path) -> tuple[Tokenizer, Vocabulary]:
     rest = json.loads((kept / REST).read_text(encoding="utf-8"))
     return Tokenizer.from_file(str(kept / TOKENS)), Vocabulary(**rest)
 
@@ -68,6 +77,6 @@ def keep(path: Path, folder: Path) -> None:
     backend.no_truncation()
     plain, begun = (found.encode("a", add_special_tokens=special) for special in (False, True))
     begins = found.bos_token if begun != plain and begun[0] == found.bos_token_id else ""
-    backend.save(str(folder / TOKENS))
+    backend.save(str(folder / TOKENS), pretty=False)
     rest = Vocabulary(found.chat_template, found.special_tokens_map, begins, found.eos_token_id)
     (folder / REST).write_text(json.dumps(asdict(rest)), encoding="utf-8")

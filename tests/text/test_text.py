@@ -66,3 +66,11 @@ def test_a_tokenizer_is_opened_without_torch_and_models(model_path: Path) -> Non
     opens = "from rewake.text.tokenizer import Tokenizer; Tokenizer(pathlib.Path(sys.argv[1]))"
     code = f"import pathlib, sys; {opens}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(model_path)], check=False).returncode == 0
+
+
+def test_a_model_is_read_though_nothing_can_be_kept(model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its folder is the user's own; the cache is where no folder can be."""
+    (tmp_path / "file").touch()
+    tokens = Tokenizer(model_path).encode(SAMPLES[1])
+    monkeypatch.setenv("REWAKE_MODELS", str(tmp_path / "file" / "models"))
+    assert Tokenizer(model_path).encode(SAMPLES[1]) == tokens
