@@ -248,7 +248,8 @@ class Storm:
         self.num_steps_failed = 0
 
     def before_step(self, batch: Batch) -> None:
-        if self.step_random.random() < 0.03:
+        is_broken = any(int(row.sampler.removeprefix("r")) % 50 == 0 for row in batch.rows)  # so that some fail however many run together
+        if is_broken or self.step_random.random() < 0.03:
             self.num_steps_failed += 1
             raise RuntimeError("the step does not want to")
 
@@ -311,9 +312,8 @@ def test_a_thousand_arrivals_in_a_storm_are_all_answered_and_never_wrongly(tmp_p
         storm.disturb()
     outcomes = [storm.outcome(*asked) for asked in storm.asked]
     storm.harness.check()
-    for kind in ("length", "cancelled", "DeadlineExceeded"):
+    for kind in ("length", "cancelled", "DeadlineExceeded", "InternalError"):
         assert outcomes.count(kind) >= 5, f"{kind}: {outcomes.count(kind)}"
-    assert outcomes.count("InternalError") < storm.num_steps_failed  # how many fail alone depends on how many run together
     assert outcomes.count("length") > len(outcomes) // 2
     assert storm.files.num_failed > 20 and storm.num_steps_failed > 20 and storm.backend.num_wrong == 0
     storm.files.rate = 0.0
