@@ -1,7 +1,8 @@
 """What the KV codec costs in quality: perplexity, agreement and recall beside plain bfloat16 K and V.
 
-Text: WikiText-2's test set, cut into windows of 512, 2,048 and 8,192 tokens; 32k tokens are scored at each size. Every
-codec reads the same windows through the pages that serving uses, in chunks of 512 tokens: K and V are coded when they
+Text: WikiText-2's test set, cut into windows of 512, 2,048 and 8,192 tokens; 32k tokens are scored at each size. A window
+begins with what the model's texts begin with, if anything: Gemma without <bos> is another model (perplexity 105 instead of
+32). Every codec reads the same windows through the pages that serving uses, in chunks of 512 tokens: K and V are coded when they
 are appended, and attention only ever sees coded values, the current chunk's too. So what is measured is the product's own
 arithmetic, and nothing else differs: model, weights, tokens and chunks are the same.
   ppl      perplexity relative to bf16 K and V; 95 % interval from a paired bootstrap over runs of 64 tokens
@@ -79,11 +80,11 @@ def backends_for(loaded: LoadedModel, codings: Sequence[str], tokens: int) -> di
     return made
 
 
-def perplexity(backends: Mapping[str, TorchBackend], ids: Sequence[int], window: int, scored: int) -> dict[str, Scores]:
-    """Scores of the first `scored` tokens of `ids`, in windows that overlap by the token a window ends with."""
+def perplexity(backends: Mapping[str, TorchBackend], begin: list[int], ids: Sequence[int], window: int, scored: int) -> dict[str, Scores]:
+    """Scores of the first `scored` tokens of `ids`, in windows behind `begin`; without it they overlap by the token a window ends with."""
     parts: dict[str, list[Scores]] = {name: [] for name in backends}
     for start in range(0, scored, window):
-        for name, part in compare(backends, ids[start : start + window + 1]).items():
+        for name, part in compare(backends, [*begin, *ids[start : start + window + 1 - len(begin)]]).items():
             parts[name].append(part)
         print(f"window {window}: {start + window} of {scored} tokens", file=sys.stderr)
     return {name: Scores.join(part) for name, part in parts.items()}
@@ -122,7 +123,7 @@ def passkeys(tokenizer: Tokenizer, prose: Sequence[int], seed: int, length: int 
     keys = {person: f"{rng.randrange(10**5):05d}" for person in people}
     start = rng.randrange(len(prose) - length)
     pieces = [prose[start + i * length // 5 : start + (i + 1) * length // 5] for i in range(5)]
-    context = tokenizer.encode("Remember the pass keys in this text.\n")
+    context = tokenizer.encode(tokenizer.raw("Remember the pass keys in this text.\n"))
     for piece, person in zip(pieces, [*people, ""], strict=True):
         context += list(piece)
         if person:
@@ -135,7 +136,8 @@ def pairs(tokenizer: Tokenizer, seed: int, num: int = 24, asked: int = 8) -> tup
     rng = random.Random(f"pairs/{seed}")
     words = rng.sample(WORDS, num)
     values = {word: f"{rng.randrange(10**4):04d}" for word in words}
-    context = tokenizer.encode("".join(f"{word}: {values[word]}\n" for word in words) + "\nThe same, in another order:\n")
+    lines = "".join(f"{word}: {values[word]}\n" for word in words)
+    context = tokenizer.encode(tokenizer.raw(lines + "\nThe same, in another order:\n"))
     return context, [question(tokenizer, f"{word}:", f" {values[word]}") for word in rng.sample(words, asked)]
 
 
@@ -197,9 +199,12 @@ def main() -> int:
     codings = ["q4", "q4+", "k8v4"] if args.quick and args.kv == parser.get_default("kv") else args.kv
     path = resolve(args.model)
     loaded, tokenizer = load_model(path, args.threads), Tokenizer(path)
-    ids = tokenizer.encode((args.data / "wikitext2-test.txt").read_text(encoding="utf-8")[: 8 * SCORED])
+    begin, ids = (
+        tokenizer.encode(tokenizer.raw("")),
+        tokenizer.encode((args.data / "wikitext2-test.txt").read_text(encoding="utf-8")[: 8 * SCORED]),
+    )
     backends = backends_for(loaded, codings, max(*windows, 2048))
-    rows = [row for window in windows for row in rows_of(window, perplexity(backends, ids, window, scored))]
+    rows = [row for window in windows for row in rows_of(window, perplexity(backends, begin, ids, window, scored))]
     calibration = find(loaded.fingerprint)
     chosen = choose(calibration.losses, Config.kv_loss)[0] if calibration else codings[0]
     recalled = recall_rows({name: b for name, b in backends.items() if name in ("bf16", chosen, "q4")}, tokenizer, ids, contexts)

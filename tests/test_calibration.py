@@ -173,3 +173,12 @@ def test_a_model_is_measured_from_the_command_line(tiny: Path, tmp_path: Path) -
     assert again.returncode == 0 and "--again does it anew" in again.stdout and file.read_bytes() == before
     shown = rewake("doctor", *model, "--kv", "auto")
     assert "tokens of text.txt" in shown.stdout and "at most 1.00% were asked for" in shown.stdout
+
+
+def test_windows_of_a_given_text_begin_as_the_models_texts_do() -> None:
+    from rewake.backends.torch.calibrate import cut
+
+    text = list(range(1000, 2100))
+    assert [len(w) for w in cut(text, 512, [])] == [513, 513], "the 76 tokens behind them say nothing"
+    first, second = cut(text, 512, [2])
+    assert first == [2, *text[:512]] and second == [2, *text[512:1024]]

@@ -38,20 +38,22 @@ def calibrate(loaded: LoadedModel, text: Sequence[int] | None, name: str, say: S
     if text is None:
         say(f"{DOCUMENTS} documents of {LENGTH} tokens are written by the model ...")
         text, name = write_documents(loaded, DOCUMENTS, LENGTH), f"{TOKENS} tokens of its own writing"
+        first: list[int] = []  # each document has it
     elif len(text) < LEAST:
         raise ModelError(f"{name} has {len(text)} tokens: at least {LEAST} are needed, and {TOKENS} are used")
     else:
-        text, name = text[:TOKENS], f"{min(len(text), TOKENS)} tokens of {name}"
-    windows = list(cut(text, min(WINDOW, loaded.spec.max_positions - 1)))
+        text, name, first = text[:TOKENS], f"{min(len(text), TOKENS)} tokens of {name}", begin(loaded)
+    windows = list(cut(text, min(WINDOW, loaded.spec.max_positions - 1), first))
     say(f"The mean of K, and what {', '.join(MEASURED)} lose on {name} ...")
     mean = fit_sink(k_mean(loaded, windows), first_k(loaded, windows[0]))
     return Calibration(loaded.fingerprint, mean, losses(loaded, mean, windows), name)
 
 
-def cut(text: Sequence[int], window: int) -> Iterator[Sequence[int]]:
-    """Windows of one token more than are computed, as the last one's successor is scored, too."""
+def cut(text: Sequence[int], window: int, first: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Windows of one token more than are computed, as the last one's successor is scored, too; each begins with `first`."""
     for start in range(0, len(text) - 1, window):
-        if len(part := text[start : start + window + 1]) > LEAST or start == 0:
+        part = [*first, *text[start : start + window + 1 - len(first)]]
+        if len(part) > LEAST or start == 0:
             yield part
 
 
