@@ -359,7 +359,14 @@ def test_the_command_line_has_every_verb(server: ServerProcess, tmp_path: Path) 
     assert "0 requests stopped" in said("agents", "cancel", "cli")
     assert "KB" in said("agents", "export", "cli", file)
     assert "cli-3 remembers" in said("agents", "import", file, "--as", "cli-3")
-    for agent in ("cli", "cli-2", "cli-3", "cli-new"):
+    again = said("chat", "--agent", "cli-3", text="And again.\n")
+    assert "You go on from:\n> Say hello.\n" in again and "[extend: " in again
+    assert "[extend: " not in said("chat", "--agent", "cli-3", "--new", text="And again.\n")
+    said("agents", "create", "cli-4")
+    assert "Nothing is remembered" in said("chat", "--agent", "cli-4")
+    server.http.post("/v1/completions", json={"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 2, "agent_id": "cli-4"})
+    assert "not as a chat: this is a new one" in said("chat", "--agent", "cli-4")
+    for agent in ("cli", "cli-2", "cli-3", "cli-4", "cli-new"):
         assert "is forgotten" in said("agents", "forget", agent)
     gone = run_cli("agents", "show", "cli", *port)
     assert gone.returncode == 1 and "no agent 'cli'" in gone.stderr
