@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, connect
+from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, address, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
-from rewake.errors import ConfigError, InvalidRequest, NotFound, RewakeError
+from rewake.errors import ConfigError, InvalidRequest, NotFound, RewakeError, Unauthorized
 from rewake.keys_cli import add_keys
 from rewake.logs import begin_logging
 from rewake.planes import PagePlanes
@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(flags)
         begin_logging(config.log_level, config.log_format)
         return command(config, flags)
+    except Unauthorized as error:
+        say(f"rewake: {error}; the command line takes it from REWAKE_API_KEY", file=sys.stderr)
+        return 1
     except (RewakeError, httpx.HTTPError) as error:
         say(f"rewake: {error}", file=sys.stderr)
         return 1
@@ -113,7 +116,8 @@ def serve(config: Config, _: dict[str, Any]) -> int:
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
             del service  # it may be unloaded
-            say(f"Serving {', '.join(services.names)} on http://{config.host}:{config.port}/v1")
+            say(f"{'window':8} {address(config)}/ui")
+            say(f"Serving {', '.join(services.names)} on {address(config)}/v1")
             run(services, socket, access)
         finally:
             services.close()
@@ -157,14 +161,15 @@ def calibrate(config: Config, flags: dict[str, Any]) -> int:
     from rewake.models import resolve
     from rewake.text.tokenizer import Tokenizer
 
+    file = flags["text"]
+    given = None if file is None else read_text(file)
     path = resolve(config.model)
     loaded = load_model(path, config.threads, config.weights)
     known = find(loaded.fingerprint)
     if known and not flags["again"]:
         say(f"This model has been measured on {known.text}; --again does it anew.")
     else:
-        file = flags["text"]
-        text = None if file is None else Tokenizer(path).encode(read_text(file))
+        text = None if given is None else Tokenizer(path).encode(given)
         known = calibrate(loaded, text, "" if file is None else file.name, say)
         say(f"Kept in {known.save(folder())}.")
         say(STALE)

@@ -21,6 +21,7 @@ from rewake.errors import ConfigError, Conflict, InvalidRequest, NotFound, Rewak
 from rewake.models import DEFAULT_MODEL
 from tests.server import ServerProcess, free_port
 
+SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "interrogation.yaml"
 HELLO: list[Any] = [{"role": "user", "content": "Say hello to the " + "very " * 300 + "old house."}]
 STRANGE = [
     "a/b",
@@ -388,8 +389,10 @@ def test_the_command_line_explains_itself(server: ServerProcess, tmp_path: Path)
         (("replay", str(tmp_path / "missing")), "No such file"),
         (("agents", "ls", "--port", str(free_port())), "no server at"),
         (("agents", "ttl", "x", "soon", "--port", str(server.port)), "not a span of time"),
+        (("play", str(SCENARIO), "--data", str(server.data)), "play there: --url http://127.0.0.1:8000"),
+        (("calibrate", "--text", str(tmp_path / "missing")), "not a text that can be read"),
     ]
     for arguments, message in wrong:
         told = run_cli(*arguments)
         assert told.returncode == 1 and message in told.stderr and "Traceback" not in told.stderr, told.stderr
-        assert "Loading" not in told.stdout or "--record" in arguments
+        assert "Loading" not in told.stdout or "--record" in arguments or "play" in arguments
