@@ -1,7 +1,9 @@
 # make serve | test | demo | check | bench NAME=ttft | clean
 PYTHON ?= python3
 PY := .venv/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
+TOOLS := .venv/.tools
 KERNELS := rewake/backends/torch/kernels
 
 .PHONY: install serve demo test test-native lint check bench clean
@@ -11,8 +13,13 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt torch
-	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+# what only tests, checks and benches need, a browser's driver among it; rewake itself is there already, and stays as it is
+$(TOOLS): $(INSTALLED)
+	$(PIP) 'rewake[dev]'
 	touch $@
 
 serve: install
@@ -22,7 +29,7 @@ demo: install
 	$(PY) examples/demo.py
 
 # two processes, each file in one of them; where they outnumber the cores, threads that wait should not spin
-test: install
+test: $(TOOLS)
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-native:
@@ -31,14 +38,14 @@ test-native:
 		-I $(KERNELS) tests/kernels/native_test.cpp -o build/native_test
 	build/native_test
 
-lint: install
+lint: $(TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 check: lint test
 
-bench: install
+bench: $(TOOLS)
 	$(PY) -m bench.$(NAME) $(ARGS)
 
 clean:

@@ -10,7 +10,7 @@ from rewake.client import Client
 from rewake.config import Config, add_flags
 from rewake.terminal import count, duration, parse_duration, say, size, when
 
-__all__ = ["SERVER_FLAGS", "add_agents", "add_model", "connect"]
+__all__ = ["SERVER_FLAGS", "add_agents", "add_model", "address", "connect"]
 
 SERVER_FLAGS = {"host": "address of the server to talk to", "port": "port of the server to talk to"}
 
@@ -18,9 +18,12 @@ Flags = dict[str, Any]
 Verb = Callable[[Client, Flags], None]
 
 
+def address(config: Config) -> str:
+    return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+
+
 def connect(config: Config, flags: Flags) -> Client:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return Client(f"http://{host}:{config.port}", flags["of_model"])
+    return Client(address(config), flags["of_model"])
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, connect
+from rewake.agents_cli import SERVER_FLAGS, add_agents, add_model, address, connect
 from rewake.client import Client
 from rewake.config import Config, add_flags, load_config
-from rewake.errors import ConfigError, NotFound, RewakeError
+from rewake.errors import ConfigError, InvalidRequest, NotFound, RewakeError, Unauthorized
 from rewake.keys_cli import add_keys
 from rewake.logs import begin_logging
 from rewake.planes import PagePlanes
@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(flags)
         begin_logging(config.log_level, config.log_format)
         return command(config, flags)
+    except Unauthorized as error:
+        say(f"rewake: {error}; the command line takes it from REWAKE_API_KEY", file=sys.stderr)
+        return 1
     except (RewakeError, httpx.HTTPError) as error:
         say(f"rewake: {error}", file=sys.stderr)
         return 1
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         add_flags(made, only, helps)
         return made
 
-    command("serve", serve, "serve the OpenAI protocol on this machine")
+    command("serve", serve, "serve the protocols of OpenAI and Anthropic on this machine")
     pull_parser = command("pull", pull, "fetch models as they are now, and convert them if need be", ("model",))
     pull_parser.add_argument("names", nargs="*", metavar="MODEL", help="as for --model")
     command("models", list_models, "list the models that are on this machine", ("log_level",))
@@ -78,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
     calibrate_parser.add_argument("--text", type=Path, metavar="FILE", help="what to measure on (text the model itself writes)")
     calibrate_parser.add_argument("--again", action="store_true", help="even if it was done before")
     chat_parser = command("chat", chat, "talk to an agent of a running server", tuple(SERVER_FLAGS), SERVER_FLAGS)
-    chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whose memory is used; the talk itself starts anew")
+    chat_parser.add_argument("--agent", required=True, metavar="NAME", help="whom you talk to; a talk that it remembers goes on")
+    chat_parser.add_argument("--new", action="store_true", help="begin a new talk; the old one stays as an older branch")
     add_model(chat_parser)
     about = "list, fork, rewind, pin, export, import or forget agents of a running server"
     add_agents(commands.add_parser("agents", help=about, description=about[0].upper() + about[1:] + "."))
@@ -112,7 +116,8 @@ def serve(config: Config, _: dict[str, Any]) -> int:
             where = f"in {config.data}{', encrypted' if config.encrypt else ''}"
             say(f"{'agents':8} {where if config.persist else 'only in memory (--no-persist)'}")
             del service  # it may be unloaded
-            say(f"Serving {', '.join(services.names)} on http://{config.host}:{config.port}/v1")
+            say(f"{'window':8} {address(config)}/ui")
+            say(f"Serving {', '.join(services.names)} on {address(config)}/v1")
             run(services, socket, access)
         finally:
             services.close()
@@ -156,14 +161,15 @@ def calibrate(config: Config, flags: dict[str, Any]) -> int:
     from rewake.models import resolve
     from rewake.text.tokenizer import Tokenizer
 
+    file = flags["text"]
+    given = None if file is None else read_text(file)
     path = resolve(config.model)
     loaded = load_model(path, config.threads, config.weights)
     known = find(loaded.fingerprint)
     if known and not flags["again"]:
         say(f"This model has been measured on {known.text}; --again does it anew.")
     else:
-        file = flags["text"]
-        text = None if file is None else Tokenizer(path).encode(read_text(file))
+        text = None if given is None else Tokenizer(path).encode(given)
         known = calibrate(loaded, text, "" if file is None else file.name, say)
         say(f"Kept in {known.save(folder())}.")
         say(STALE)
@@ -251,30 +257,45 @@ def chat(config: Config, flags: dict[str, Any]) -> int:
     with connect(config, flags) as client:
         model, agent = client.model(), flags["agent"]
         say(f"You talk to {agent} ({model}). An empty line ends it.")
-        say(remembered(client, agent))
-        messages: list[dict[str, str]] = []
+        messages = [] if flags["new"] else recall(client, agent)
         while text := ask():
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": answer(client, model, agent, messages)})
     return 0
 
 
-def remembered(client: Client, agent: str) -> str:
+def recall(client: Client, agent: str) -> list[dict[str, Any]]:
+    """The talk so far, to go on from; its last words are shown."""
     try:
         known = client.show(agent)
     except NotFound:
-        return "Nothing is remembered of it yet."
-    return f"{count(known['tokens'], 'token')} of {count(len(known['turns']), 'turn')} are remembered ({known['state']})."
+        known = {"tokens": 0}
+    if not known["tokens"]:
+        say("Nothing is remembered of it yet.")
+        return []
+    about = f"{count(known['tokens'], 'token')} of {count(len(known['turns']), 'turn')} are remembered ({known['state']})"
+    try:
+        messages = list(client.messages(agent))
+    except InvalidRequest:  # a completion, or another template's
+        say(f"{about}, but not as a chat: this is a new one.")
+        return []
+    while messages and messages[-1]["role"] != "assistant":  # a question that was never answered
+        messages.pop()
+    say(f"{about}." + (" You go on from:" if messages else ""))
+    for message in messages[-2:]:
+        say(("> " if message["role"] == "user" else "") + (message["content"] or ""))
+    return messages
 
 
 def ask() -> str:
     try:
         return input("> ").strip()
     except EOFError:
+        say()
         return ""
 
 
-def answer(client: Client, model: str, agent: str, messages: list[dict[str, str]]) -> str:
+def answer(client: Client, model: str, agent: str, messages: list[dict[str, Any]]) -> str:
     """Print an answer as it comes, and how it was woken."""
     started, first, text = time.perf_counter(), None, ""
     for event in client.chat(messages, agent=agent, model=model, max_tokens=CHAT_TOKENS, temperature=CHAT_TEMPERATURE):

@@ -131,7 +131,8 @@ def parse_bytes(text: str) -> int:
     """`4GiB`, `512 MB` or `1000000`. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].upper() not in UNITS:
-        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with {', '.join(u for u in UNITS if len(u) > 1)}")
+        units = ", ".join(unit.replace("IB", "iB") for unit in UNITS if len(unit) > 1)
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with {units}")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -54,6 +55,7 @@ def look_up(repository: str) -> list[Remote]:
     """All files of a repository, as it is now. Raises ModelError with what to do."""
     from huggingface_hub import HfApi
 
+    logging.getLogger("huggingface_hub").handlers.clear()  # ours shows its warnings, too
     print(f"Looking for {repository} on the Hub ...", file=sys.stderr)  # noqa: T201
     with hub_errors(repository):
         info = HfApi().model_info(repository, files_metadata=True)

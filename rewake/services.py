@@ -165,8 +165,8 @@ class Services:
             wanted = self._next()
             if wanted is not None:
                 self._load(wanted)
-            for served in self._idle():
-                log.info("%s is unloaded: nobody has asked for it for %d s", served.name, self.config.idle_unload)
+            for served in [] if self._stopping else self._idle():
+                log.info("unloading %s: nobody has asked for it for %d s", served.name, self.config.idle_unload)
                 self._unload(served)
         with self._changed:
             for served in self._served.values():
@@ -175,14 +175,17 @@ class Services:
     def _next(self) -> Served | None:
         """The model that was asked for first; None if none is until another one has been idle for long enough, or all is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._wanted or self._idle(), self._seconds_to_idle())
+            while not (self._stopping or self._wanted or self._idle()):
+                self._changed.wait(self._seconds_to_idle())  # asked anew each time: what was in use when the wait began is not any more
             return self._wanted.popleft() if self._wanted and not self._stopping else None
 
     def _load(self, served: Served) -> None:
         try:
             self._make_place()
-            log.info("%s is loaded", served.name)
+            log.info("loading %s", served.name)
+            started = time.monotonic()
             service = self._open(served.config, self._shared)
+            log.info("%s is loaded, in %.1f s", served.name, time.monotonic() - started)
         except Exception as error:  # the edge of the thread: somebody waits for it
             if not isinstance(error, ShuttingDown):
                 log.exception("%s cannot be loaded", served.name)
@@ -202,7 +205,7 @@ class Services:
         """Have one model less than may be loaded. Raises ShuttingDown if the server stops before there is place."""
         while len(self.loaded) >= self.max_loaded:
             leaving = self._least_recently_used()
-            log.info("%s is unloaded: another model is asked for", leaving.name)
+            log.info("unloading %s: another model is asked for", leaving.name)
             self._unload(leaving)
 
     def _least_recently_used(self) -> Served:

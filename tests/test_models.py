@@ -128,6 +128,7 @@ def test_what_cannot_be_fetched_is_an_error_that_says_what_to_do(hub: Hub, tmp_p
 
     assert "'org/none' could not be fetched: the Hub has no such repository" in errors("org/none")
     assert "no model 'not a model'" in errors("not a model")
+    assert "Names that need no Hub: smollm2-135m" in errors("smolm2-135m")
     assert "'org/tiny' has no file 'x.gguf'; its GGUF files: none" in errors("org/tiny:x.gguf")
     assert "HF_HUB_OFFLINE is set" in errors("org/tiny", HF_HUB_OFFLINE="1")
     (hub.repositories["org/tiny"] / "model.safetensors").rename(hub.repositories["org/tiny"] / "tiny.gguf")
@@ -167,6 +168,14 @@ def test_a_gguf_file_has_its_tokenizer_and_its_chat_template(gguf: Path, own_cac
     text = tokenizer.render([{"role": "user", "content": "Hi"}])
     assert text == "<|im_start|>user: Hi\n<|im_start|>assistant: "
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -400], ids=["empty", "its first word", "no tensors", "its last ones"])
+def test_what_is_no_whole_gguf_file_is_refused(gguf: Path, own_cache: None, tmp_path: Path, keep: int) -> None:
+    """A download that broke off, most of all."""
+    (cut := tmp_path / "cut.gguf").write_bytes(gguf.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"cut\.gguf cannot be converted: "):
+        resolve(str(cut))
 
 
 def test_a_gguf_file_with_other_content_is_another_model(gguf: Path, own_cache: None, tmp_path: Path) -> None:

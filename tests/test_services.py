@@ -166,6 +166,19 @@ def test_a_model_that_nobody_asks_for_is_unloaded_and_comes_back(world: World) -
     Directory(world.config.data, b"other", PLANES).close()
 
 
+def test_one_that_was_at_work_while_the_wait_began_is_unloaded_too(world: World) -> None:
+    """One that was loaded for a request is used from its first moment on: how long is left is known only once that is over."""
+    services = world.services(max_loaded=1, idle_unload=1)
+    services.use("bee").result(30)
+    time.sleep(0.3)  # the wait begins
+    services.release("bee")
+    deadline = time.monotonic() + 30
+    while services.loaded:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    services.close()
+
+
 def test_one_that_is_used_is_not_idle(world: World) -> None:
     services = world.services(idle_unload=1)
     services.use("ant").result(30)

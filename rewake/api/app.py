@@ -143,10 +143,14 @@ def names_of(found: Any, body: Any) -> list[str]:
 
 def describe(error: RequestValidationError) -> InvalidRequest:
     """The first thing that is wrong, and the field it is wrong with. Of several things a value could be, the one that it is most like."""
+    if isinstance(error.body, bytes):
+        return InvalidRequest("the body is not said to be JSON: send the header content-type: application/json")
     ways = [(found, names_of(found, error.body)) for found in error.errors()]
     start = ways[0][1]
     worst, names = max((way for way in ways if way[1][: len(start)] == start), key=lambda way: len(way[1]))
     field = ".".join(names if worst["loc"][0] == "body" else map(str, worst["loc"]))
+    if worst["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not JSON: {worst['ctx']['error']}, at character {worst['loc'][1]}")
     if worst["type"] == "extra_forbidden":
         return InvalidRequest(f"{field}: this field is unknown or not supported", param=field)
     return InvalidRequest(f"{field}: {worst['msg']}" if field else worst["msg"], param=field or None)

@@ -28,7 +28,7 @@ __all__ = ["Gate"]
 
 log = logging.getLogger("rewake.access")
 
-OPEN = ("/health", "/health/live", "/health/ready", "/openapi.json", "/ui", "/ui/")  # without a key; the page asks for one
+OPEN = ("/", "/health", "/health/live", "/health/ready", "/openapi.json", "/ui", "/ui/")  # without a key; the page asks for one
 OPERATORS = ("/metrics", "/health/books")  # what is everybody's
 QUIET = (*OPEN, *OPERATORS)  # asked for all the time: logged for debugging only
 STREAMED = "/v1/agents/import"  # its body is a file, which its route writes to disk, and bounds

@@ -40,8 +40,9 @@ def router() -> APIRouter:
     async def ui() -> HTMLResponse:
         return HTMLResponse(page, headers=headers)
 
+    @routes.get("/", include_in_schema=False)
     @routes.get("/ui/", include_in_schema=False)
-    async def ui_folder() -> RedirectResponse:
+    async def elsewhere() -> RedirectResponse:
         return RedirectResponse("/ui")
 
     return routes

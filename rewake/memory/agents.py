@@ -404,8 +404,8 @@ def measured(agent: Agent, tokens: int | None, turn: int | None) -> tuple[Branch
     if turn is not None and tokens is not None:
         raise InvalidRequest("give tokens or turn, not both", param="turn")
     if turn is not None:
-        if not 0 <= turn <= len(head.turns):
-            raise InvalidRequest(f"agent {agent.name!r} has had {len(head.turns)} turns, not {turn}", param="turn")
+        if not 0 <= turn <= (num := len(head.turns)):
+            raise InvalidRequest(f"agent {agent.name!r} has had {num} turn{'s' * (num != 1)}, not {turn}", param="turn")
         tokens = head.turns[turn - 1] if turn else 0
     if tokens is not None and not 0 <= tokens <= head.num_tokens:
         raise InvalidRequest(f"agent {agent.name!r} has {head.num_tokens} tokens, not {tokens}", param="tokens")

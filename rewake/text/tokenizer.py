@@ -130,7 +130,7 @@ class Tokenizer:
         if tools and not self.offers_tools:
             is_strange = self._shown is not None and self.dialect is None
             reason = "writes tool calls in a way that is not known here" if is_strange else "has no tools"
-            raise InvalidRequest(f"this model's chat template {reason}", param="tools")
+            raise InvalidRequest(f"this model's chat template {reason}: docs/protocols.md names models that have", param="tools")
         if self._shown is not None and self._shown.arguments == "text":
             messages = [with_text_arguments(message) for message in messages]
         if messages[0]["role"] == "system" and not self._keeps_system:

@@ -152,6 +152,6 @@ class Agent:
 
     def _until(self, turn: int) -> list[Json]:
         ends = [i for i, m in enumerate(self.messages, 1) if m["role"] == "assistant"]
-        if not 0 <= turn <= len(ends):
-            raise InvalidRequest(f"agent {self.name!r} has had {len(ends)} turns, not {turn}", param="turn")
+        if not 0 <= turn <= (num := len(ends)):
+            raise InvalidRequest(f"agent {self.name!r} has had {num} turn{'s' * (num != 1)}, not {turn}", param="turn")
         return self.messages[: ends[turn - 1]] if turn else [m for m in self.messages[:1] if m["role"] == "system"]

@@ -21,6 +21,7 @@ from rewake.errors import ConfigError, Conflict, InvalidRequest, NotFound, Rewak
 from rewake.models import DEFAULT_MODEL
 from tests.server import ServerProcess, free_port
 
+SCENARIO = Path(__file__).parents[2] / "examples" / "scenarios" / "interrogation.yaml"
 HELLO: list[Any] = [{"role": "user", "content": "Say hello to the " + "very " * 300 + "old house."}]
 STRANGE = [
     "a/b",
@@ -359,7 +360,14 @@ def test_the_command_line_has_every_verb(server: ServerProcess, tmp_path: Path) 
     assert "0 requests stopped" in said("agents", "cancel", "cli")
     assert "KB" in said("agents", "export", "cli", file)
     assert "cli-3 remembers" in said("agents", "import", file, "--as", "cli-3")
-    for agent in ("cli", "cli-2", "cli-3", "cli-new"):
+    again = said("chat", "--agent", "cli-3", text="And again.\n")
+    assert "You go on from:\n> Say hello.\n" in again and "[extend: " in again
+    assert "[extend: " not in said("chat", "--agent", "cli-3", "--new", text="And again.\n")
+    said("agents", "create", "cli-4")
+    assert "Nothing is remembered" in said("chat", "--agent", "cli-4")
+    server.http.post("/v1/completions", json={"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 2, "agent_id": "cli-4"})
+    assert "not as a chat: this is a new one" in said("chat", "--agent", "cli-4")
+    for agent in ("cli", "cli-2", "cli-3", "cli-4", "cli-new"):
         assert "is forgotten" in said("agents", "forget", agent)
     gone = run_cli("agents", "show", "cli", *port)
     assert gone.returncode == 1 and "no agent 'cli'" in gone.stderr
@@ -381,8 +389,10 @@ def test_the_command_line_explains_itself(server: ServerProcess, tmp_path: Path)
         (("replay", str(tmp_path / "missing")), "No such file"),
         (("agents", "ls", "--port", str(free_port())), "no server at"),
         (("agents", "ttl", "x", "soon", "--port", str(server.port)), "not a span of time"),
+        (("play", str(SCENARIO), "--data", str(server.data)), "play there: --url http://127.0.0.1:8000"),
+        (("calibrate", "--text", str(tmp_path / "missing")), "not a text that can be read"),
     ]
     for arguments, message in wrong:
         told = run_cli(*arguments)
         assert told.returncode == 1 and message in told.stderr and "Traceback" not in told.stderr, told.stderr
-        assert "Loading" not in told.stdout or "--record" in arguments
+        assert "Loading" not in told.stdout or "--record" in arguments or "play" in arguments

@@ -207,9 +207,13 @@ def test_errors_keep_the_protocol(server: ServerProcess) -> None:
     missing = server.http.post("/v1/chat/completions", json={"model": "gpt-4", "messages": HELLO})
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
     garbled = server.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
-    assert garbled.status_code == 400 and "error" in garbled.json()
+    assert garbled.status_code == 400
+    assert "is not JSON: Expecting property name enclosed in double quotes, at character 1" in garbled.json()["error"]["message"]
+    curled = server.http.post("/v1/chat/completions", content=b"{}", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert curled.status_code == 400 and "send the header content-type: application/json" in curled.json()["error"]["message"]
     assert server.http.get("/nowhere").json()["error"]["type"] == "not_found_error"
     assert server.http.get("/v1/chat/completions").status_code == 405
+    assert server.http.get("/").headers["location"] == "/ui"
 
 
 def test_too_long_is_said_before_any_work(client: openai.OpenAI) -> None:

@@ -18,7 +18,9 @@ from starlette.testclient import TestClient
 from rewake.api.app import create_app
 from rewake.api.auth import Access
 from rewake.api.limits import Rates
+from rewake.api.server import in_background
 from rewake.backends.base import Batch, Output
+from rewake.cli import main
 from rewake.config import Config
 from rewake.errors import ConfigError, RateLimited
 from rewake.keys import Key, KeyFile, Limits
@@ -300,3 +302,9 @@ def test_ids_never_become_paths(connect: Open, file: KeyFile, service: Service) 
         assert chat(client, agent).json()["rewake"]["saved"] is True
         assert client.get(url(agent)).json()["agent"] == agent
     assert {p for p in service.config.data.parent.rglob("*") if service.config.data not in (p, *p.parents)} == outside
+
+
+def test_the_command_line_says_where_it_takes_a_key_from(service: Service, file: KeyFile, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_background(only(replace(service, config=replace(service.config, keys=str(file.path))))) as url:
+        assert main(["agents", "ls", "--port", url.rpartition(":")[2]]) == 1
+    assert capsys.readouterr().err.endswith("the command line takes it from REWAKE_API_KEY\n")
