@@ -95,7 +95,7 @@ constexpr int OUTPUT_TILE = 16;  // outputs
 constexpr int INPUT_GROUP = 32;  // columns that share a scale
 constexpr int SUPER_GROUP = 256;  // columns whose scales share one
 constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level cache while all weights of a thread pass by
-constexpr int AHEAD = 1536;      // bytes of weights fetched in advance
+constexpr int AHEAD = 4096;      // bytes of weights fetched in advance
 
 constexpr int TILED_ROWS = 16;   // rows of a block of tiled inputs
 

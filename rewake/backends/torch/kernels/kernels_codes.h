@@ -50,30 +50,44 @@ template <int BITS> inline VI high_dword(const uint8_t* codes, int d) {
     return HIGH_BITS<BITS> ? low_dword(codes, 4 + HIGH_BITS<BITS> * d / 4) : low_dword(codes, d);
 }
 
+// Vectors of a tile that are multiplied at a time: they share the activations that are spread over the lanes.
+constexpr int N = OUTPUT_TILE > W ? 2 : 1;
+typedef VF Floats[N];
+typedef VI Ints[N];
+
 // Products of pairs [FIRST, LAST) of a group, less `from` in each half, with R rows.
-template <int BITS, int R, int FIRST, int LAST, bool CENTRED> inline void add_products(const uint8_t* codes, const int32_t* pairs, VI (&sum)[R]) {
+template <int BITS, int R, int FIRST, int LAST, bool CENTRED> inline void add_products(const uint8_t* codes, const int32_t* pairs, Ints (&sum)[R]) {
     constexpr int PER = PAIRS<LOW_BITS<BITS>>;
     UNROLL
     for (int d = FIRST / PER; d < LAST / PER; d++) {
         __builtin_prefetch(codes + AHEAD + 4 * d * OUTPUT_TILE);
-        const VI low = low_dword(codes, d), high = high_dword<BITS>(codes, d);
+        Ints low, high;
+        UNROLL
+        for (int n = 0; n < N; n++) low[n] = low_dword(codes + 4 * W * n, d), high[n] = high_dword<BITS>(codes + 4 * W * n, d);
         UNROLL
         for (int i = 0; i < PER; i++) {
-            VI k = code_pair<BITS>(low, high, PER * d + i);
-            if constexpr (CENTRED) k = (VI)((VW)k - (VW)splat_int((1 << (BITS - 1)) * 0x00010001));
+            Ints k;
             UNROLL
-            for (int r = 0; r < R; r++) sum[r] = dot16(sum[r], k, splat_int(pairs[(PER * d + i) * R + r]));
+            for (int n = 0; n < N; n++) {
+                k[n] = code_pair<BITS>(low[n], high[n], PER * d + i);
+                if constexpr (CENTRED) k[n] = (VI)((VW)k[n] - (VW)splat_int((1 << (BITS - 1)) * 0x00010001));
+            }
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                const VI both = splat_int(pairs[(PER * d + i) * R + r]);
+                UNROLL
+                for (int n = 0; n < N; n++) sum[r][n] = dot16(sum[r][n], k[n], both);
+            }
         }
     }
 }
 
-template <int R> inline void clear(VF (&y)[R]) {
+template <class V, int R, int C> inline void clear(V (&x)[R][C]) {
     UNROLL
-    for (int r = 0; r < R; r++) y[r] = splat(0);
-}
-template <int R> inline void clear(VI (&sum)[R]) {
-    UNROLL
-    for (int r = 0; r < R; r++) sum[r] = splat_int(0);
+    for (int r = 0; r < R; r++) {
+        UNROLL
+        for (int c = 0; c < C; c++) x[r][c] = V{};
+    }
 }
 
 // The inputs of a block of R rows, group by group.
@@ -89,30 +103,42 @@ template <int R> struct Block {
 };
 
 // One group, whose weights are code * scale + minimum.
-template <int BITS, int R> inline void add_group(const uint8_t* codes, const Block<R>& in, VF scale, VF minimum, VF (&y)[R]) {
-    VI sum[R];
+template <int BITS, int R> inline void add_group(const uint8_t* codes, const Block<R>& in, const Floats& scale, const Floats& minimum, Floats (&y)[R]) {
+    Ints sum[R];
     clear(sum);
     add_products<BITS, R, 0, GROUP_PAIRS, false>(codes, in.pairs, sum);
     UNROLL
-    for (int r = 0; r < R; r++) y[r] = fma(minimum, splat(in.sums[r]), fma(to_float(sum[r]) * splat(in.steps[r]), scale, y[r]));
+    for (int r = 0; r < R; r++) {
+        const VF step = splat(in.steps[r]), total = splat(in.sums[r]);
+        UNROLL
+        for (int n = 0; n < N; n++) y[r][n] = fma(minimum[n], total, fma(to_float(sum[r][n]) * step, scale[n], y[r][n]));
+    }
 }
 
-template <int R> inline void store_lanes(const VF (&of)[R], int lane, float* y) {
+template <int R> inline void store_lanes(const Floats (&of)[R], int lane, float* y) {
     UNROLL
-    for (int r = 0; r < R; r++) store(y + r * OUTPUT_TILE + lane, of[r]);
+    for (int r = 0; r < R; r++) {
+        UNROLL
+        for (int n = 0; n < N; n++) store(y + r * OUTPUT_TILE + lane + n * W, of[r][n]);
+    }
 }
 
 // One tile x R rows -> y[R][16].
 template <int R, int BITS> void multiply_rows(CodesTile<BITS> tile, const Inputs& in, int64_t first, float* y) {
     const int groups = in.columns / COLUMNS;
-    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+    for (int lane = 0; lane < OUTPUT_TILE; lane += N * W) {
         const uint8_t* at = tile.data;
         Block<R> block(in, first);
-        VF of[R];
+        Floats of[R];
         clear(of);
         for (int g = 0; g < groups; g++, at += GROUP_BYTES<BITS>, block.next()) {
-            const uint8_t* terms = at + CODE_BYTES<BITS> + 2 * lane;
-            add_group<BITS, R>(at + 4 * lane, block, load_f16(terms), load_f16(terms + 2 * OUTPUT_TILE), of);
+            Floats scale, minimum;
+            UNROLL
+            for (int n = 0; n < N; n++) {
+                const uint8_t* terms = at + CODE_BYTES<BITS> + 2 * (lane + n * W);
+                scale[n] = load_f16(terms), minimum[n] = load_f16(terms + 2 * OUTPUT_TILE);
+            }
+            add_group<BITS, R>(at + 4 * lane, block, scale, minimum, of);
         }
         store_lanes(of, lane, y);
     }
@@ -120,17 +146,22 @@ template <int R, int BITS> void multiply_rows(CodesTile<BITS> tile, const Inputs
 
 template <int R, int BITS> void multiply_rows(SuperTile<BITS> tile, const Inputs& in, int64_t first, float* y) {
     const int supers = in.columns / SUPER_GROUP;
-    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+    for (int lane = 0; lane < OUTPUT_TILE; lane += N * W) {
         const uint8_t* at = tile.data;
         Block<R> block(in, first);
-        VF of[R];
+        Floats of[R];
         clear(of);
         for (int s = 0; s < supers; s++, at += SUPER_BYTES<BITS>) {
             const uint8_t *terms = at + SUPER_GROUPS * CODE_BYTES<BITS> + lane, *shared = terms + TERM_BYTES + lane;
-            const VF scale = load_f16(shared), minimum = load_f16(shared + 2 * OUTPUT_TILE);
-            for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next())
-                add_group<BITS, R>(at + g * CODE_BYTES<BITS> + 4 * lane, block, scale * to_float(bytes(terms)),
-                                   minimum * to_float(bytes(terms + OUTPUT_TILE)), of);
+            for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next()) {
+                Floats scale, minimum;
+                UNROLL
+                for (int n = 0; n < N; n++) {
+                    scale[n] = load_f16(shared + 2 * n * W) * to_float(bytes(terms + n * W));
+                    minimum[n] = load_f16(shared + 2 * (OUTPUT_TILE + n * W)) * to_float(bytes(terms + OUTPUT_TILE + n * W));
+                }
+                add_group<BITS, R>(at + g * CODE_BYTES<BITS> + 4 * lane, block, scale, minimum, of);
+            }
         }
         store_lanes(of, lane, y);
     }
@@ -138,25 +169,29 @@ template <int R, int BITS> void multiply_rows(SuperTile<BITS> tile, const Inputs
 
 template <int R> void multiply_rows(SuperTile<6> tile, const Inputs& in, int64_t first, float* y) {
     const int supers = in.columns / SUPER_GROUP;
-    for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
+    for (int lane = 0; lane < OUTPUT_TILE; lane += N * W) {
         const uint8_t* at = tile.data;
         Block<R> block(in, first);
-        VF of[R];
+        Floats of[R];
         clear(of);
         for (int s = 0; s < supers; s++, at += SUPER_BYTES<6>) {
-            const uint8_t* terms = at + SUPER_GROUPS * CODE_BYTES<6> + lane;
-            const VF scale = load_f16(terms + TERM_BYTES + lane);
+            const uint8_t *terms = at + SUPER_GROUPS * CODE_BYTES<6> + lane, *shared = terms + TERM_BYTES + lane;
             for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next()) {
-                VI left[R], right[R];
+                Ints left[R], right[R];
                 clear(left), clear(right);
                 const uint8_t* codes = at + g * CODE_BYTES<6> + 4 * lane;
                 add_products<6, R, 0, GROUP_PAIRS / 2, true>(codes, block.pairs, left);
                 add_products<6, R, GROUP_PAIRS / 2, GROUP_PAIRS, true>(codes, block.pairs, right);
-                const VF of_left = scale * to_float(signed_bytes(terms)), of_right = scale * to_float(signed_bytes(terms + OUTPUT_TILE));
                 UNROLL
-                for (int r = 0; r < R; r++) {
-                    const VF step = splat(block.steps[r]);
-                    of[r] = fma(to_float(right[r]) * step, of_right, fma(to_float(left[r]) * step, of_left, of[r]));
+                for (int n = 0; n < N; n++) {
+                    const VF scale = load_f16(shared + 2 * n * W);
+                    const VF of_left = scale * to_float(signed_bytes(terms + n * W));
+                    const VF of_right = scale * to_float(signed_bytes(terms + OUTPUT_TILE + n * W));
+                    UNROLL
+                    for (int r = 0; r < R; r++) {
+                        const VF step = splat(block.steps[r]);
+                        of[r][n] = fma(to_float(right[r][n]) * step, of_right, fma(to_float(left[r][n]) * step, of_left, of[r][n]));
+                    }
                 }
             }
         }
@@ -172,7 +207,8 @@ template <int R> void multiply_plain(const RwLinear& w, int64_t tile, const Inpu
     for (int lane = 0; lane < OUTPUT_TILE; lane += W) {
         const uint8_t* from = w.data + (tile * count * OUTPUT_TILE + lane) * 4;
         VF of_high[R], of_low[R];
-        clear(of_high), clear(of_low);
+        UNROLL
+        for (int r = 0; r < R; r++) of_high[r] = of_low[r] = splat(0);
         for (int p = 0; p < count; p++, from += 4 * OUTPUT_TILE) {
             __builtin_prefetch(from + AHEAD);
             const VI k = load_int(from);

@@ -118,7 +118,8 @@ inline void add_strip(const Strip& strip, const uint8_t* in, const float* steps,
         for (int r = 0; r < TILED_ROWS; r++)
             y[r] = fma(minimum, splat(sums[r]), fma(exact_sum(of[g & 1], r) * splat(steps[r]), scale, y[r]));
     }
-    store_lanes(y, 0, to);
+    UNROLL
+    for (int r = 0; r < TILED_ROWS; r++) store(to + r * OUTPUT_TILE, y[r]);
 }
 
 inline void add_strip6(const Strip& strip, const uint8_t* in, const float* steps, float* to) {
@@ -137,7 +138,8 @@ inline void add_strip6(const Strip& strip, const uint8_t* in, const float* steps
             y[r] = fma(exact_sum(right, r) * step, of_right, fma(exact_sum(left, r) * step, of_left, y[r]));
         }
     }
-    store_lanes(y, 0, to);
+    UNROLL
+    for (int r = 0; r < TILED_ROWS; r++) store(to + r * OUTPUT_TILE, y[r]);
 }
 
 // y[rows][16] of one tile and the rows [begin, end) of a panel, bias included.

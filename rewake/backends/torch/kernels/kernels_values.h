@@ -102,14 +102,6 @@ template <int R, int V> inline void add_pair(const WeightTile& w, int t, const V
     }
 }
 
-template <int R, int V> inline void clear(VI (&sum)[R][V]) {
-    UNROLL
-    for (int r = 0; r < R; r++) {
-        UNROLL
-        for (int i = 0; i < V; i++) sum[r][i] = splat_int(0);
-    }
-}
-
 template <int R, int V> void sum_tile(const AttendJob& job, const WeightTile& w, const VI* tile) {
     VI sum[R][V];
     clear(sum);
