@@ -6,6 +6,8 @@ there fails the test (fakes.EchoBackend). So "the answer is right" says that eac
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,4 +313,40 @@ def test_without_a_disk_what_needs_lost_residuals_is_computed_again() -> None:
     assert ask(harness, [*told, 8], "a").match.computed_tokens == 2
     assert ask(harness, [*told[:800], 1, 1], "c").match.reused_tokens == PAGE_TOKENS
     assert harness.backend.num_wrong == 0
+    harness.close()
+
+
+class PagesFail(Files):
+    """A disk on which pages find no room, while `armed`."""
+
+    armed = False
+
+    def create(self, path: Path) -> int:
+        if self.armed and path.parts[-3] == "pages":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def test_a_saved_turn_stays_saved_when_the_page_it_grows_into_cannot_be_written(tmp_path: Path) -> None:
+    """The page's residuals are in the turn's segments; that they were kept was taken for the page being there, and the turn's codes removed."""
+    files = PagesFail()
+    harness = EngineHarness(tmp_path / "data", young=True, files=files)
+    told = text(1, 200)
+    first = ask(harness, told, "a")
+    assert first.result().saved
+    told += first.tokens
+    files.armed = True
+    longer = [*told, *text(2, 100)]
+    second = ask(harness, longer, "a")
+    assert not second.result().saved
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    killed = EngineHarness(tmp_path / "killed", young=True)
+    assert ask(killed, told[:-1], "a", 1).match.computed_tokens == 1
+    killed.close()
+    files.armed = False
+    third = ask(harness, [*longer, *second.tokens, 7], "a")
+    assert third.match.computed_tokens == 2 and third.result().saved
+    pages, branch = path_of(harness, "a")
+    there = {str(p.relative_to(tmp_path / "data")) for f in ("pages", "segments") for p in (tmp_path / "data").glob(f"{f}/*/*")}
+    assert there == {f.name for r in (*pages, branch) for f in r.files}
     harness.close()
