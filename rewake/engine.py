@@ -350,22 +350,22 @@ class Engine:
             if (request.agent is not None and who in busy) or self._is_led(request):
                 busy.add(who)  # in order: what comes after it waits, too
                 continue
-            if self._open(request):
-                busy.add(who)
-            elif self._must_not_be_overtaken(request):
+            busy.add(who)  # whether there is room for it or not
+            if not self._open(request) and self._must_not_be_overtaken(request):
                 return
         if not self.waiting:
             self._admissions.clear()
 
     def _open(self, request: Request) -> bool:
-        self.waiting.remove(request)
+        place = self.waiting.index(request)
+        del self.waiting[place]
         self.opening[request.id] = request
         if self.memory.open(request, lambda sequence: self._opened(request, sequence)):
             self._admissions.append(time.monotonic())
             self._overtaken.pop(request.id, None)
             return True
         del self.opening[request.id]
-        self.waiting.insert(0, request)
+        self.waiting.insert(place, request)
         return False
 
     def _must_not_be_overtaken(self, request: Request) -> bool:

@@ -155,6 +155,11 @@ class PagePlanes:
         base = len(self.base)
         return base + plane if plane < base < len(self.planes) else None
 
+    def codes_of(self, plane: int) -> int | None:
+        """The number of the plane whose codes the residuals in this one refine."""
+        base = len(self.base)
+        return plane - base if plane >= base else None
+
     def layer_places(self) -> dict[int, tuple[int, int]]:
         """Where each of the model's layers lies: the number of its slot in the page, and its place in there."""
         places, first = {}, 0

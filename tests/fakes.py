@@ -32,6 +32,7 @@ VOCAB = 1000
 MOST_POSITIONS = 8192
 WRONG = 1  # the next token if a row is not what was appended; `expected` never gives it
 ROW = np.dtype([("token", "<i4"), ("position", "<i4"), ("history", "<u8")])  # of K; V is the same with every bit turned over
+TWICE = np.uint64(2**32 + 1)  # times 32 bits
 WEIGHTS = np.random.default_rng(0).integers(1, 2**63, MOST_POSITIONS, np.uint64) | np.uint64(1)
 LAYOUT = PageLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, codec=CODECS["bf16"])
 PLANES = PagePlanes.single(LAYOUT)
@@ -68,15 +69,19 @@ class EchoBackend:
 
     K and V of a row depend on `model` as those of a real one depend on its weights. With a `window`, two more layers see that many
     tokens; with `young`, rows have twins that are read for as long as residuals are.
+
+    With `drifts`, a row's V is never quite the same twice, as a real one's codes depend on the rest of their step: those of a plane and
+    of what refines it must come from one and the same step, and no two versions of a row may be mixed.
     """
 
-    def __init__(self, num_pages: int, model: bytes = b"", window: int | None = None, young: bool = False) -> None:
+    def __init__(self, num_pages: int, model: bytes = b"", window: int | None = None, young: bool = False, drifts: bool = False) -> None:
         self.spec = ModelCacheSpec((CacheGroup("full", (0,), 1, 1, 8, 8),), VOCAB, 100_000)
         self.planes = planes_of(window, young)
         self.arena = np.zeros(num_pages * self.planes.num_slots * LAYOUT.page_bytes, np.uint8)
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.num_computed = 0
         self.num_wrong = 0
+        self._drift = np.random.default_rng() if drifts else None
         self._beginning = np.frombuffer(hashlib.sha256(model).digest()[:8], np.uint64)
 
     def forward(self, batch: Batch) -> Output:
@@ -98,6 +103,9 @@ class EchoBackend:
         new["token"], new["position"] = row.tokens[start - row.start :], np.arange(start, row.end)
         first = self._beginning if not start else self._history_behind(self._rows(row.tables[0], start - 1, start))
         new["history"] = np.concatenate([first, self._history_behind(new, first)[:-1]])
+        twins = ~new.view(np.uint64).reshape(-1, 2)
+        if self._drift is not None:
+            twins[:, 1] ^= self._drift.integers(0, 2**32, len(new), np.uint64) * TWICE
         at = start
         while at < row.end:
             end = min(row.end, (at // PAGE_TOKENS + 1) * PAGE_TOKENS)
@@ -105,7 +113,7 @@ class EchoBackend:
                 k, v = self._page(table[at // PAGE_TOKENS])
                 part = slice(at % PAGE_TOKENS, (end - 1) % PAGE_TOKENS + 1)
                 k[part] = new[at - start : end - start]
-                v.view(np.uint64).reshape(-1, 2)[part] = ~new[at - start : end - start].view(np.uint64).reshape(-1, 2)
+                v.view(np.uint64).reshape(-1, 2)[part] = twins[at - start : end - start]
             at = end
 
     def _history_behind(self, rows: Any, before: Any = None) -> Any:
@@ -124,20 +132,37 @@ class EchoBackend:
     def _attend(self, row: Row) -> int:
         k, v = self._all_rows(row.tables[0], 0, row.end)
         history = np.concatenate([self._beginning, self._history_behind(k, self._beginning)[:-1]])
-        right = (v == ~k.view(np.uint64)).all() and (k["position"] == np.arange(row.end)).all() and (k["history"] == history).all()
+        right = self._are_twins(k, v) and (k["position"] == np.arange(row.end)).all() and (k["history"] == history).all()
         tables = iter(row.tables)
+        seen: list[dict[int, Any]] = []  # of each slot so far, V of each page
         for plane in self.planes.planes:
             for _ in range(plane.num_slots):
                 table = next(tables)
+                seen.append({})
                 for page in range(-(-row.end // PAGE_TOKENS)):
                     if plane.is_needed(page, row.start):
                         at, end = page * PAGE_TOKENS, min(row.end, (page + 1) * PAGE_TOKENS)
-                        seen, v = self._all_rows(table, at, end)
-                        right = right and (seen == k[at:end]).all() and (v == ~seen.view(np.uint64)).all()
+                        again, v = self._all_rows(table, at, end)
+                        if plane.slot.residuals:
+                            refined = seen[len(seen) - 1 - len(row.tables) // 2][page]
+                            right = right and (self._are_middles(again, v) or (v == refined).all())
+                            if self._are_middles(again, v):
+                                continue
+                        right = right and (again == k[at:end]).all() and self._are_twins(again, v)
+                        seen[-1][page] = v
         if not right:
             self.num_wrong += 1
             return WRONG
         return expected(k["token"].tolist())
+
+    def _are_middles(self, k: Any, v: Any) -> bool:
+        """Whether these are residuals of a page whose own are nowhere any more: the middle of each step."""
+        return (k.view(np.uint8) == 0x88).all() and (v.view(np.uint8) == 0x88).all()
+
+    def _are_twins(self, k: Any, v: Any) -> bool:
+        """Whether V is that of K, but for its drift, which stands there twice."""
+        drift = v.reshape(-1, 2) ^ ~k.view(np.uint64).reshape(-1, 2)
+        return not drift[:, 0].any() and bool((drift[:, 1] == (drift[:, 1] >> np.uint64(32)) * TWICE).all())
 
     def _all_rows(self, table: Sequence[int], start: int, end: int) -> tuple[Any, Any]:
         """K of rows [start, end), and V as 64-bit numbers."""
@@ -208,6 +233,7 @@ class EngineHarness:
         files: Files | None = None,
         window: int | None = None,
         young: bool = False,
+        drifts: bool = False,
         **engine: Any,
     ) -> None:
         self.data = data
@@ -219,7 +245,7 @@ class EngineHarness:
         self.files = files
         self.options = {"max_running": max_running, **engine}
         self._next = 0
-        self.shape: dict[str, Any] = {"window": window, "young": young}
+        self.shape: dict[str, Any] = {"window": window, "young": young, "drifts": drifts}
         self.start(backend or EchoBackend(num_pages, **self.shape))
 
     def start(self, backend: Backend) -> None:

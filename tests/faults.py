@@ -59,6 +59,12 @@ CELLS = (
 )
 NUM_PAGES = 10
 MOST_TOKENS = 900  # of a talk, before it begins anew
+SHAPES: tuple[dict[str, Any], ...] = (  # of the model: see EchoBackend
+    {},
+    {"young": True},
+    {"window": 64, "drifts": True},
+    {"window": 300, "young": True, "drifts": True},
+)
 MOST_ACTS = 60  # a fault that has not come until then will not
 
 
@@ -275,7 +281,8 @@ class Talks:
 
     def __init__(self, data: Path, files: Files | None, rng: random.Random, toll: Toll, story: str, model: bytes = b"") -> None:
         self.data, self.files, self.rng, self.toll, self.story, self.model = data, files, rng, toll, story, model
-        self.harness = EngineHarness(data, EchoBackend(NUM_PAGES, model), num_pages=NUM_PAGES, signature=SIGNATURE + model, files=files)
+        self.shape = shape_of(story)
+        self.harness = EngineHarness(data, self.backend(), num_pages=NUM_PAGES, signature=SIGNATURE + model, files=files)
         self.turns: list[Turn] = []
         self.system = self.text(rng.choice((20, PAGE_TOKENS, PAGE_TOKENS + 30)))
         self.talks: dict[str, list[int]] = {f"agent{i}": self.beginning() for i in range(rng.choice((2, 2, 3)))}
@@ -332,8 +339,11 @@ class Talks:
     def acknowledged(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.is_saved]
 
+    def backend(self) -> EchoBackend:
+        return EchoBackend(NUM_PAGES, self.model, **self.shape)
+
     def restart(self) -> None:
-        self.harness.restart(EchoBackend(NUM_PAGES, self.model))
+        self.harness.restart(self.backend())
 
     def wait_for_writer(self) -> None:
         """Until all that was said is written, and what it made obsolete is removed."""
@@ -345,6 +355,11 @@ class Talks:
 
     def close(self) -> None:
         self.harness.close()
+
+
+def shape_of(story: str) -> dict[str, Any]:
+    """What the model of a trial is like: before there were planes, all were alike."""
+    return SHAPES[0] if story.startswith("older format / manifest") else random.Random(story).choice(SHAPES)
 
 
 def verify(talks: Talks, turns: Sequence[Turn], exempt: Callable[[Turn], bool] = lambda turn: False) -> None:
@@ -537,13 +552,16 @@ def owners_of(data: Path) -> dict[str, set[str]]:
     """File names, and the agents whose transcripts they are part of."""
     owners: dict[str, set[str]] = {}
     with closing(sqlite3.connect(data / "manifest.sqlite")) as db:
-        pages = {key: (parent, name) for key, parent, name in db.execute("SELECT key, parent, name FROM pages")}
+        pages = {key: (parent, {name}) for key, parent, name in db.execute("SELECT key, parent, name FROM pages")}
+        for key, name in db.execute("SELECT key, name FROM planes"):
+            pages[key][1].add(name)
         for id, agent, parent in db.execute("SELECT id, agent, parent FROM branches").fetchall():
             for (name,) in db.execute("SELECT name FROM segments WHERE branch = ?", (id,)):
                 owners.setdefault(Path(name).name, set()).add(agent)
             while parent in pages:
-                parent, name = pages[parent]
-                owners.setdefault(Path(name).name, set()).add(agent)
+                parent, names = pages[parent]
+                for name in names:
+                    owners.setdefault(Path(name).name, set()).add(agent)
     return owners
 
 

@@ -321,3 +321,27 @@ def test_a_thousand_arrivals_in_a_storm_are_all_answered_and_never_wrongly(tmp_p
     for name, prompt in storm.talks.items():
         assert storm.harness.ask(prompt, name).tokens == expected_answer(prompt, 4)
     storm.harness.close()
+
+
+def test_who_waits_for_room_keeps_its_place(tmp_path: Path) -> None:
+    """Requests for which there was no room changed places at each look, and a smaller one of the same agent went before its first."""
+    rng = random.Random(5)
+    harness = EngineHarness(tmp_path, num_pages=8, max_running=4)
+    began: list[str] = []
+    has_come = threading.Event()
+
+    def before_step(batch: Batch) -> None:
+        began.extend(row.sampler for row in batch.rows if row.sampler not in began)
+        assert len(batch.rows[0].tokens) > 1 or has_come.wait(30)
+
+    harness.backend.before_step = before_step
+    long = harness.submit(rng.choices(range(2, 1000), k=1000), "long", max_tokens=50)  # five pages
+    assert long.first_token.wait(30)
+    sizes = (("a", 900), ("a", 20), ("b", 900), ("c", 900), ("d", 900))
+    waiting = [harness.submit(rng.choices(range(2, 1000), k=size), name) for name, size in sizes]
+    has_come.set()
+    for pending in (long, *waiting):
+        pending.result()
+    of_a, large = (began.index("r2"), began.index("r3")), [name for name in began if name not in ("r1", "r3")]
+    assert of_a[0] < of_a[1] and large == sorted(large)
+    harness.close()

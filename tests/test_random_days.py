@@ -63,6 +63,7 @@ class World:
     max_running: int
     window: int | None  # that two more layers see
     young: bool  # pages have residuals while they are young
+    drifts: bool  # a row that is computed again is never quite the same
 
     @property
     def is_strict(self) -> bool:
@@ -85,6 +86,7 @@ def world(rng: random.Random) -> World:
         max_running=rng.choice((1, 3, 8)),
         window=rng.choice((None, None, 1, 64, 257, 600)),
         young=rng.random() < 0.4,
+        drifts=rng.random() < 0.6,
     )
 
 
@@ -201,6 +203,7 @@ class Day:
             num_pages=num_pages,
             window=self.world.window,
             young=self.world.young,
+            drifts=self.world.drifts,
             disk=disk,
             files=files,
             cipher=self.cipher,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,7 +76,8 @@ def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what
         assert server.http.get("/v1/agents/a").json()["tokens"] > report["prompt_tokens"]
 
 
-def test_a_second_signal_ends_it_at_once_and_harms_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGKILL], ids=lambda second: second.name)
+def test_a_second_signal_ends_it_at_once_and_harms_nothing(tmp_path: Path, second: signal.Signals) -> None:
     """D3: the first one lets answers go on; what was acknowledged before is there."""
     messages = [{"role": "user", "content": "Tell me a long story about a river and a stone."}]
     with ServerProcess(tmp_path / "data", "--drain", "60") as server:
@@ -85,7 +87,7 @@ def test_a_second_signal_ends_it_at_once_and_harms_nothing(tmp_path: Path) -> No
         with suppress(httpx.TransportError):
             for number, _ in enumerate(server.stream("a", messages, max_tokens=4000)):
                 if number in (5, 8):
-                    server.process.terminate()
+                    server.process.send_signal(signal.SIGTERM if number == 5 else second)
                 assert number < 2000
         assert number >= 8, "the first signal did not stop the answer"
         assert server.process.wait(5) != 0

@@ -19,13 +19,15 @@ import numpy as np
 from rewake.errors import Conflict, CorruptFile, InternalError, InvalidRequest, NotFound, Overloaded
 from rewake.memory.ledger import Ledger, name_of, note_named
 from rewake.memory.portable import Bytes, PlanesOfPage, Portable, write_portable
-from rewake.memory.residency import Needed, Piece, files_of
+from rewake.memory.residency import Arena, Needed, Piece, files_of
 from rewake.memory.tree import Agent, Branch, Page, to_tokens
 from rewake.quant import PAGE_TOKENS
+from rewake.store.base import StoredFile
 
 __all__ = ["AgentSummary", "Agents"]
 
 Told = Callable[[Exception | None], None]
+Sources = tuple[dict[int, list[Arena]], dict[int, tuple[StoredFile, ...]]]  # of planes in the arena, and of planes on disk
 LOOK_EVERY = 1.0  # seconds between looks for agents whose time to live is over
 
 
@@ -293,12 +295,13 @@ class Agents:
         held: Needed = [(head, every), *((page, every) for page in pages)]
         for resident, planes in held:
             self.residency.hold(resident, planes)
+        found = [self._sources_of(resident) for resident in residents]  # now: what is only on disk may be computed anew meanwhile
 
         def write() -> None:
-            """On an I/O thread: what is held neither changes nor goes."""
+            """On an I/O thread: what is held in memory neither changes nor goes."""
             error: Exception | None = None
             try:
-                write_portable(path, about, self.ledger.planes, map(self._planes_of, residents))
+                write_portable(path, about, self.ledger.planes, map(self._bytes_of, found))
             except (CorruptFile, OSError) as caught:
                 error = caught
             self.residency.post(lambda: finish(error))
@@ -310,19 +313,26 @@ class Agents:
 
         self.residency.run(write)
 
-    def _planes_of(self, resident: Page | Branch) -> dict[int, Bytes]:
-        """The bytes of each plane that is still somewhere."""
+    def _sources_of(self, resident: Page | Branch) -> Sources:
+        """Where the bytes of each plane are that is still somewhere."""
+        slots = {plane: self.residency.bytes_of(resident, plane) for plane in resident.slots}
+        cold = [plane for plane in self.ledger.planes.all if plane not in slots]
+        files = {plane: files_of((resident, plane)) for plane in cold if plane == 0 or self.residency.is_somewhere(resident, plane)}
+        return slots, files
+
+    def _bytes_of(self, sources: Sources) -> dict[int, Bytes]:
+        """Raises CorruptFile."""
+        slots, files = sources
         found = {}
-        for number, plane in enumerate(self.ledger.planes.planes):
-            data = np.zeros(plane.num_bytes(), np.uint8)
-            if number in resident.slots:
-                for part, slot in zip(plane.split(data), self.residency.bytes_of(resident, number), strict=True):
+        for number in sorted({*slots, *files}):
+            plane = self.ledger.planes.planes[number]
+            found[number] = np.zeros(plane.num_bytes(), np.uint8)
+            parts = list(plane.split(found[number]))
+            if number in slots:
+                for part, slot in zip(parts, slots[number], strict=True):
                     part[:] = slot
-            elif number == 0 or self.residency.is_somewhere(resident, number):
-                self.residency.read(files_of((resident, number)), number, list(plane.split(data)))
             else:
-                continue
-            found[number] = data
+                self.residency.read(files[number], number, parts)
         return found
 
     def take_in(self, namespace: str, name: str, exported: Portable, pages: PlanesOfPage, done: Told) -> None:

@@ -107,42 +107,46 @@ class Ledger:
         `segments` are rows of the page that are on disk, and stay where they are.
         """
         branch.moved += segments
-        jobs = [self._page_job(branch, branch.parent, (), segments), self._checkpoint(branch)]
+        jobs = [self._page_job(branch, branch.parent, segments), self._checkpoint(branch)]
         self._submit(*(job for job in jobs if job is not None))
 
-    def save_page(self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = ()) -> None:
-        """Write what of a full page is in memory and not on disk; in place of `replaced`, if those held the same tokens."""
-        if (job := self._page_job(branch, page, replaced)) is not None:
+    def save_page(self, branch: Branch, page: Page) -> None:
+        """Write what of a full page is in memory and not on disk; in place of files that hold the same tokens, if there are such."""
+        if (job := self._page_job(branch, page)) is not None:
             self._submit(job)
 
-    def _page_job(
-        self, branch: Branch, page: Page, replaced: tuple[StoredFile, ...] = (), segments: tuple[StoredFile, ...] = ()
-    ) -> SavePage | None:
+    def _page_job(self, branch: Branch, page: Page, segments: tuple[StoredFile, ...] = ()) -> SavePage | None:
         planes = tuple(plane for plane in self.planes.all if plane in page.slots and not page.stored(plane))
         # without its first plane nothing is there to be named
         if self.writer is None or not planes or page.saving or not (0 in planes or page.stored(0)):
             return None
         assert page.parent is not None
-        self.residency.hold(page, planes)
+        codes = {self.planes.codes_of(plane) for plane in planes}
+        held = (*planes, *(plane for plane in self.planes.all if plane in codes and plane not in planes))  # these stay what they refine
+        self.residency.hold(page, held)
         page.saving = planes
         self.saving.add(page)
 
         def done(error: Exception | None, files: tuple[StoredFile, ...]) -> None:
             page.saving = ()
             self.saving.discard(page)
-            written = [f for f in files if f not in before] if error is None else replaced
-            still = [f for f in page.files if f in before]  # others have been found damaged, or computed anew
-            page.files = tuple(sorted((*still, *written), key=lambda f: (f.plane, f.first)))
-            if error is not None:
+            written = [f for f in files if f not in before]
+            if error is None:
+                still = [f for f in page.files if f not in replaced]  # others have been found damaged
+                page.files = tuple(sorted((*still, *written), key=lambda f: (f.plane, f.first)))
+                page.newer = tuple(plane for plane in page.newer if plane not in obsolete)
+            else:
                 branch.moved = tuple(f for f in branch.moved if f not in segments)
             if page.forgotten and error is None:  # meanwhile, and with it what the manifest said of it
                 self._forget(Commit(), written)
-            self.residency.release(page, planes)
+            self.residency.release(page, held)
 
         # what the manifest names is never overwritten: until the commit, that is what counts
         if page.files or not page.file_name:
             page.file_name = f"pages/{page.key.hex()[:2]}/{page.key.hex()}-{secrets.token_hex(4)}.safetensors"
-        before, data = page.files, {plane: self.residency.bytes_of(page, plane) for plane in planes}
+        obsolete = {*planes, *page.newer}  # residuals that have left memory, too, if their codes are written anew
+        before, replaced = (tuple(f for f in page.files if (f.plane in obsolete) == gone) for gone in (False, True))
+        data = {plane: self.residency.bytes_of(page, plane) for plane in planes}
         return SavePage(
             page.file_name,
             page.key,
@@ -233,27 +237,30 @@ class Ledger:
         taken = tuple(plane for plane in slots if plane not in page.slots)
         self.residency.give({plane: own for plane, own in slots.items() if plane not in taken})
         self.residency.place(page, {plane: slots[plane] for plane in taken})
-        old: list[StoredFile] = []
         for plane in taken:
             files = files_of((page, plane))
             data = [slot.data for slot in self.residency.bytes_of(page, plane)]
             # an encrypted file's checksum is a tag, and never equal: written anew
-            if not files or (len(files) == 1 and files[0].checksum == checksum(*data)):
-                continue
-            old += files
-        if taken and not page.saving:
-            page.files, page.file_name = tuple(f for f in page.files if f not in old), ""
-            self.save_page(branch, page, tuple(old))
+            if files and not (len(files) == 1 and files[0].checksum == checksum(*data)) and plane not in read:
+                page.newer += (plane,)
+        if taken:
+            self.save_page(branch, page)  # or, if it is being written already, with the next turn
         return tuple(plane for plane in taken if plane not in read)
 
     def _agree_on_residuals(self, page: Page, plane: int, slots: dict[int, tuple[int, ...]]) -> int | None:
         """Residuals refine the very codes they were computed with, and a page that is hot may have let go of its own.
 
         Then codes and residuals are both taken, or the codes are equal, or the page's own residuals are read into `slots`: their plane
-        is returned. Where there are none any more, the middle of a step is as good as anything.
+        is returned. Where there are none any more, the middle of a step is as good as anything. Residuals that have come before their
+        codes, which are still being read, go: nobody attends to them yet.
         """
         residual, residency = self.planes.residual_of(plane), self.residency
-        if residual is None or plane not in page.slots or residual in page.slots:
+        if residual is None:
+            return None
+        if plane not in page.slots:
+            residency.vacate_plane(page, residual)
+            return None
+        if residual in page.slots:
             return None
         ours, theirs = residency.views(slots[plane], plane), residency.bytes_of(page, plane)
         if all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
@@ -384,7 +391,7 @@ class Ledger:
 
     def _evicted(self, resident: Page | Branch, plane: int) -> None:
         """A plane left the arena. What was never saved is no longer remembered."""
-        if resident.forgotten or resident.stored(plane) >= resident.stored_rows:
+        if resident.forgotten or plane in resident.newer or resident.stored(plane) >= resident.stored_rows:
             if isinstance(resident, Branch) and not resident.forgotten and is_nothing(resident):
                 self.forget_branches([resident])
             return
@@ -422,8 +429,9 @@ class Ledger:
         elif plane == 0 or self.planes.planes[plane].reach_in(resident.number) is None:
             self._cut(resident, damaged)
         elif damaged:
-            resident.files, resident.file_name = tuple(f for f in resident.files if f not in damaged), ""
-            self._forget(Commit(pages=(page_record(resident),)), (), damaged)
+            refining = files_of((resident, residual)) if (residual := self.planes.residual_of(plane)) is not None else ()
+            resident.files = tuple(f for f in resident.files if f not in (*damaged, *refining))
+            self._forget(Commit(pages=(page_record(resident),)), refining, damaged)
 
     def _cut(self, page: Page, damaged: tuple[StoredFile, ...] = ()) -> None:
         """Take `page` and all below it out of the tree; branches there end before it. What of it is on disk goes, too.

@@ -71,7 +71,7 @@ class AgentMemory:
         the tree then, and opening again will match what is left.
         """
         prompt = to_tokens(request.prompt)
-        found = self.tree.longest_prefix(request.namespace, prompt, request.agent)
+        found = self.tree.longest_prefix(request.namespace, prompt, request.agent, self._is_whole)
         prefix = self._usable(found, len(prompt))
         num_pages = pages_for(len(prompt) + request.max_tokens)
         branch = self._branch_to_continue(prefix, request)
@@ -128,6 +128,9 @@ class AgentMemory:
                     return prefix
                 lost = cold[0][0]
             prefix = Prefix(prefix.pages[:lost], None, 0)
+
+    def _is_whole(self, resident: Page | Branch) -> bool:
+        return all(self.residency.is_somewhere(resident, plane) for plane in self.planes.all)
 
     def _is_cold(self, resident: Page | Branch, plane: int) -> bool:
         return plane not in resident.slots and (resident, plane) not in self.residency.loading

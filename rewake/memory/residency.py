@@ -127,9 +127,15 @@ class Residency:
         resident.stale = False
 
     def vacate_plane(self, resident: Page | Branch, plane: int) -> None:
+        """With its residuals, which refine these very codes: those on disk may be others."""
         self._uncache((resident, plane))
         for slot in resident.slots.pop(plane, ()):
             self.pool.give(slot)
+        if self.planes.codes_of(plane) not in resident.newer:
+            resident.newer = tuple(p for p in resident.newer if p != plane)
+        residual = self.planes.residual_of(plane)
+        if residual is not None and not resident.needs.get(residual):
+            self.vacate_plane(resident, residual)
 
     def _cache(self, piece: Piece, cost: float) -> None:
         self._uncache(piece)
@@ -168,7 +174,8 @@ class Residency:
         resident.needs[plane] -= 1
         if resident.needs[plane] or plane not in resident.slots:
             return
-        if resident.forgotten or resident.stale:
+        codes = self.planes.codes_of(plane)
+        if resident.forgotten or resident.stale or (codes is not None and codes not in resident.slots):
             self.vacate_plane(resident, plane)
             return
         cost = self.cost(resident, plane)
@@ -304,6 +311,8 @@ class Residency:
         assert len(used) + len(free) == self.pool.num_slots, f"{len(used)} used + {len(free)} free != {self.pool.num_slots}"
         for resident, plane in self.cached:
             assert not resident.needs.get(plane) and plane in resident.slots, "something cached is held or cold"
+            codes = self.planes.codes_of(plane)
+            assert codes is None or codes in resident.slots, "residuals without their codes"
         assert self.num_cached == sum(len(resident.slots[plane]) for resident, plane in self.cached)
 
     def close(self) -> None:
@@ -311,6 +320,6 @@ class Residency:
 
 
 def files_of(piece: Piece) -> tuple[StoredFile, ...]:
-    """What of it is on disk."""
+    """What of it is on disk, and is what it is in memory, or would be."""
     resident, plane = piece
-    return tuple(f for f in resident.files if f.plane == plane)
+    return () if plane in resident.newer else tuple(f for f in resident.files if f.plane == plane)

@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rewake.quant import PAGE_TOKENS
@@ -89,6 +89,7 @@ class Resident:
     needs: dict[int, int] = field(default_factory=dict, init=False)
     forgotten: bool = field(default=False, init=False)  # out of the tree: its slots are given back with the last need
     stale: bool = field(default=False, init=False)  # what is in its slots are not its rows any more: as above
+    newer: tuple[int, ...] = field(default=(), init=False)  # planes that are not, or do not refine, what its files hold of them
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +139,7 @@ class Page(Resident):
 
     def stored(self, plane: int) -> int:
         """How many rows of a plane are on disk."""
-        return sum(f.rows for f in self.files if f.plane == plane)
+        return 0 if plane in self.newer else sum(f.rows for f in self.files if f.plane == plane)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -264,11 +265,14 @@ class PrefixTree:
     def key(self, namespace: str, parent: Page, tokens: array[int]) -> bytes:
         return page_key(namespace, self.signature, parent.key, tokens, secret=self.secret)
 
-    def longest_prefix(self, namespace: str, tokens: array[int], agent: str | None = None) -> Prefix:
+    def longest_prefix(
+        self, namespace: str, tokens: array[int], agent: str | None = None, is_whole: Callable[[Page | Branch], bool] = lambda _: True
+    ) -> Prefix:
         """Walk whole pages as far as they go, then find the page or branch that shares most of what is left.
 
         What holds the whole prompt wins; else the asker's own branch, if all of it is in the prompt and it is not
-        more than `OWN_BRANCH` tokens shorter than the best: it grows in place, without a copy or a second branch.
+        more than `OWN_BRANCH` tokens shorter than the best: it grows in place, without a copy or a second branch. Among equals what
+        `is_whole` wins: of the others something is nowhere any more.
         """
         pages: list[Page] = []
         node, at = self.root(namespace), 0
@@ -284,11 +288,11 @@ class PrefixTree:
         def shared(candidate: Page | Branch) -> int:
             return common_length(rest, candidate.tokens[: candidate.stored_rows])
 
-        def worth(candidate: Page | Branch) -> tuple[bool, int, bool, bool]:
+        def worth(candidate: Page | Branch) -> tuple[bool, int, bool, bool, bool]:
             rows = shared(candidate)
             extends = isinstance(candidate, Branch) and rows == candidate.num_rows
             own = isinstance(candidate, Branch) and extends and candidate.agent == agent and not candidate.running
-            return rows == len(rest), rows + OWN_BRANCH * own, own, extends
+            return rows == len(rest), rows + OWN_BRANCH * own, own, extends, is_whole(candidate)
 
         candidates: list[Page | Branch] = [*node.children.values(), *node.branches]
         if rest and len(candidates) > FEW:  # most of many begin otherwise

@@ -305,7 +305,7 @@ class Writer:
         if isinstance(job, SavePage):
             if error is None:
                 self._unsaved_pages.discard(job.key)
-            elif not (job.replaced or job.kept):
+            elif not any(file.plane == 0 for file in (*job.replaced, *job.kept)):  # what is kept may be a branch's
                 self._unsaved_pages.add(job.key)
 
     def _report(self, job: Job, error: Exception | None) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -24,6 +25,8 @@ from rewake.errors import ModelError
 __all__ = ["Vocabulary", "open_vocabulary"]
 
 READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
+log = logging.getLogger(__name__)
+
 TOKENS, REST = "tokenizer.json", "vocabulary.json"
 
 
@@ -40,16 +43,19 @@ class Vocabulary:
 def open_vocabulary(path: Path) -> tuple[Tokenizer, Vocabulary]:
     """Of the model in the folder `path`. Raises ModelError if its tokenizer cannot be read, or not into a fast one."""
     try:
-        return read(made_once(f"tokenizers/{key_of(path)}", lambda folder: keep(path, folder)))
+        kept = made_once(f"tokenizers/{key_of(path)}", lambda folder: keep(path, folder))
     except OSError:  # a cache that cannot be written is none
-        with tempfile.TemporaryDirectory() as folder:
-            keep(path, Path(folder))
-            return read(Path(folder))
+        return opened(*found_in(path))
+    try:
+        return opened(*((kept / name).read_text(encoding="utf-8") for name in (TOKENS, REST)))
+    except Exception:  # noqa: BLE001 (tokenizers has no error of its own)
+        log.warning("%s is damaged, perhaps by a power cut: removed", kept)
+        shutil.rmtree(kept, ignore_errors=True)
+        return opened(*found_in(path))
 
 
-def read(kept: Path) -> tuple[Tokenizer, Vocabulary]:
-    rest = json.loads((kept / REST).read_text(encoding="utf-8"))
-    return Tokenizer.from_file(str(kept / TOKENS)), Vocabulary(**rest)
+def opened(tokens: str, rest: str) -> tuple[Tokenizer, Vocabulary]:
+    return Tokenizer.from_str(tokens), Vocabulary(**json.loads(rest))
 
 
 def key_of(path: Path) -> str:
@@ -61,7 +67,12 @@ def key_of(path: Path) -> str:
 
 
 def keep(path: Path, folder: Path) -> None:
-    """Have transformers read the tokenizer in `path`, and write what it found to `folder`."""
+    for name, content in zip((TOKENS, REST), found_in(path), strict=True):  # tokenizers' own `save` tells a full disk as any error
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def found_in(path: Path) -> tuple[str, str]:
+    """Have transformers read the tokenizer in `path`; what is kept of that."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # what tokenizer.json says holds whatever class its model has; looking for that one imports models
@@ -77,6 +88,5 @@ def keep(path: Path, folder: Path) -> None:
     backend.no_truncation()
     plain, begun = (found.encode("a", add_special_tokens=special) for special in (False, True))
     begins = found.bos_token if begun != plain and begun[0] == found.bos_token_id else ""
-    backend.save(str(folder / TOKENS), pretty=False)
     rest = Vocabulary(found.chat_template, found.special_tokens_map, begins, found.eos_token_id)
-    (folder / REST).write_text(json.dumps(asdict(rest)), encoding="utf-8")
+    return backend.to_str(), json.dumps(asdict(rest))

@@ -75,6 +75,19 @@ def test_streamed_and_whole_answers_are_the_same_and_remembered_alike(client: op
         assert next_turn.rewake["computed_tokens"] < 20
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_usage_counts_everything_on_a_hit_and_on_a_miss(client: openai.OpenAI, stream: bool) -> None:
+    """A4."""
+    chat = [{"role": "user", "content": f"What is the name of the river behind {'a' if stream else 'the'} mill?"}]
+    fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    for hit in (False, True):
+        answer = ask(client, chat, max_tokens=3, extra_body={"agent_id": f"usage {stream}"}, **fields)
+        last = list(answer)[-1] if stream else answer
+        usage, cached = last.usage, last.usage.prompt_tokens_details.cached_tokens
+        assert 0 < usage.completion_tokens <= 3 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert cached == last.rewake["reused_tokens"] and (cached == usage.prompt_tokens - 1) == hit
+
+
 def test_without_usage_the_report_is_in_the_last_chunk(client: openai.OpenAI) -> None:
     *_, last = ask(client, stream=True)
     assert last.choices[0].finish_reason and last.rewake["match"] in ("exact", "extend", "diverge", "miss")

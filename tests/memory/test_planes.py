@@ -6,6 +6,9 @@ there fails the test (fakes.EchoBackend). So "the answer is right" says that eac
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,4 +314,114 @@ def test_without_a_disk_what_needs_lost_residuals_is_computed_again() -> None:
     assert ask(harness, [*told, 8], "a").match.computed_tokens == 2
     assert ask(harness, [*told[:800], 1, 1], "c").match.reused_tokens == PAGE_TOKENS
     assert harness.backend.num_wrong == 0
+    harness.close()
+
+
+class PagesFail(Files):
+    """A disk on which pages find no room, while `armed`."""
+
+    armed = False
+
+    def create(self, path: Path) -> int:
+        if self.armed and path.parts[-3] == "pages":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def test_a_saved_turn_stays_saved_when_the_page_it_grows_into_cannot_be_written(tmp_path: Path) -> None:
+    """The page's residuals are in the turn's segments: they were taken for the page, and the turn's codes removed."""
+    files = PagesFail()
+    harness = EngineHarness(tmp_path / "data", young=True, files=files)
+    told = text(1, 200)
+    first = ask(harness, told, "a")
+    assert first.result().saved
+    told += first.tokens
+    files.armed = True
+    longer = [*told, *text(2, 100)]
+    second = ask(harness, longer, "a")
+    assert not second.result().saved
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    killed = EngineHarness(tmp_path / "killed", young=True)
+    assert ask(killed, told[:-1], "a", 1).match.computed_tokens == 1
+    killed.close()
+    files.armed = False
+    third = ask(harness, [*longer, *second.tokens, 7], "a")
+    assert third.match.computed_tokens == 2 and third.result().saved
+    pages, branch = path_of(harness, "a")
+    there = {str(p.relative_to(tmp_path / "data")) for f in ("pages", "segments") for p in (tmp_path / "data").glob(f"{f}/*/*")}
+    assert there == {f.name for r in (*pages, branch) for f in r.files}
+    harness.close()
+
+
+def vacate(harness: EngineHarness, plane: int) -> None:
+    """A plane of all pages leaves memory before the others, as that of which it is longest ago that it was used."""
+
+    def drop() -> None:
+        for piece in [piece for piece in harness.memory.residency.cached if piece[1] == plane]:
+            harness.memory.residency.drop(piece)
+
+    harness.engine.call(drop).result()
+
+
+def compute(harness: EngineHarness) -> None:
+    """From here on the disk is slower than the model."""
+    gate = harness.memory.residency.gate
+    gate.always, gate.read_cost, gate.compute_cost = False, 1.0, 1e-9
+
+
+def test_residuals_refine_the_codes_they_were_computed_with(tmp_path: Path) -> None:
+    """A page whose codes had left memory was computed again, by other steps, and kept the residuals that were still there."""
+    harness = EngineHarness(tmp_path, young=True, drifts=True)
+    told = text(1, 600)
+    ask(harness, told, "a")
+    vacate(harness, plane=0)
+    compute(harness)
+    assert ask(harness, [*told[:300], 1], "b").match.computed_tokens == 301
+    for _ in range(2):
+        assert ask(harness, [*told[:300], 2], "c").tokens == expected_answer([*told[:300], 2], 3)
+        harness.restart()
+    harness.close()
+    assert harness.backend.num_wrong == 0
+
+
+def test_what_could_not_be_written_anew_is_not_mixed_with_what_is_on_disk(tmp_path: Path) -> None:
+    """A page in memory that differs from its files, as the disk is full: residuals that have left are not read from these."""
+    files = PagesFail()
+    harness = EngineHarness(tmp_path / "data", young=True, drifts=True, files=files)
+    told = text(1, 600)
+    ask(harness, told, "a")
+    harness.evict_all()
+    compute(harness)
+    files.armed = True
+    assert ask(harness, [*told[:-9], 1], "b").match.computed_tokens == 592
+    vacate(harness, plane=1)
+    harness.memory.residency.gate.always = True
+    assert ask(harness, [*told[:300], 1], "c").tokens == expected_answer([*told[:300], 1], 3)
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    killed = EngineHarness(tmp_path / "killed", young=True, drifts=True)
+    assert ask(killed, told, "a", 1).match.computed_tokens == 1
+    assert ask(killed, [*told[:550], 1], "b", 1).match.computed_tokens == 1
+    killed.close()
+    files.armed = False
+    harness.evict_all()
+    assert ask(harness, [*told[:550], 2], "d").tokens == expected_answer([*told[:550], 2], 3)
+    harness.restart()
+    assert ask(harness, [*told[:550], 3], "e").match.computed_tokens == 1
+    harness.close()
+    assert harness.backend.num_wrong + killed.backend.num_wrong == 0
+
+
+def test_of_two_that_share_a_prompt_the_one_that_is_whole_is_gone_on_with(tmp_path: Path) -> None:
+    """A full page whose residuals are nowhere was preferred to a branch that has all of the same rows."""
+    harness = EngineHarness(tmp_path, young=True)
+    told = text(1, 900)
+    ask(harness, told, "a")
+    (page,) = [page for page in path_of(harness, "a")[0] if page.number == 2]
+    harness.evict_all()
+    for file in page.files:
+        if file.plane == 1:
+            (tmp_path / file.name).unlink()
+    ask(harness, [*told[:540], 1], "b")  # which finds out
+    ask(harness, [*told[:540], 1], "b")
+    assert ask(harness, told[:540], "c").match.computed_tokens == 1
     harness.close()

@@ -74,3 +74,16 @@ def test_a_model_is_read_though_nothing_can_be_kept(model_path: Path, monkeypatc
     tokens = Tokenizer(model_path).encode(SAMPLES[1])
     monkeypatch.setenv("REWAKE_MODELS", str(tmp_path / "file" / "models"))
     assert Tokenizer(model_path).encode(SAMPLES[1]) == tokens
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocabulary.json"])
+def test_a_tokenizer_is_read_again_if_what_was_kept_of_it_is_damaged(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A power cut leaves files empty; every start would have failed from then on."""
+    monkeypatch.setenv("REWAKE_MODELS", str(tmp_path))
+    wanted = Tokenizer(model_path).digest()
+    (kept,) = tmp_path.glob(f"tokenizers/*/{name}")
+    kept.write_text("")
+    assert Tokenizer(model_path).digest() == wanted and not kept.exists()
+    assert Tokenizer(model_path).digest() == wanted and kept.stat().st_size
