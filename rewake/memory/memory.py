@@ -10,6 +10,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rewake.errors import ContextLengthExceeded, CorruptFile
 from rewake.memory.agents import Agents
@@ -25,6 +26,19 @@ from rewake.store.base import Store
 __all__ = ["AgentMemory"]
 
 DIFFERENCE_TOKENS = 8  # how much of a first difference is reported
+
+
+class Way(NamedTuple):
+    """How a request goes on from a prefix: with a branch, in place, or with a copy of the `source` of its last rows; computed from
+    position `start` on, with what is needed of the pages before, and with so many pages to grow by.
+    """
+
+    prefix: Prefix
+    branch: Branch | None
+    source: Page | Branch | None
+    start: int
+    needed: Needed
+    num_to_grow: int
 
 
 class AgentMemory:
@@ -72,18 +86,13 @@ class AgentMemory:
         """
         prompt = to_tokens(request.prompt)
         found = self.tree.longest_prefix(request.namespace, prompt, request.agent, self._is_whole)
-        prefix = self._usable(found, len(prompt))
-        num_pages = pages_for(len(prompt) + request.max_tokens)
-        branch = self._branch_to_continue(prefix, request)
-        if prefix.rows and branch is None and self._most_slots(num_pages) + self.planes.num_slots > self.residency.pool.num_slots:
-            prefix = self._usable(Prefix(prefix.pages, None, 0), len(prompt))  # no room to copy from it: compute those rows
-        source = prefix.partial if prefix.rows and branch is None else None
-        has_page = branch is not None and branch.stored_rows > 0
-        last = branch if has_page else source
-        start = len(prefix.pages) * PAGE_TOKENS if last is None else prefix.length
-        position = min(start, len(prompt) - 1)
-        needed = self._needed(Prefix(prefix.pages, last, prefix.rows if last is not None else 0), position)
-        num_to_grow = num_pages - len(prefix.pages) - has_page
+        way = self._way(self._usable(found, len(prompt)), request)
+        if not self._ever_fits(way):  # no room to copy from it: compute those rows
+            way = self._way(self._usable(Prefix(way.prefix.pages, None, 0), len(prompt)), request)
+        if not self._ever_fits(way):  # nor for windows behind that place beside those before it: compute all
+            way = self._way(Prefix((), None, 0), request)
+        prefix, branch, source, start, needed, num_to_grow = way
+        has_page, position = branch is not None and branch.stored_rows > 0, min(start, len(prompt) - 1)
         if not self._has_room(needed, num_to_grow, has_copy=source is not None):
             return False
         cold = [r for r, planes in needed if not self.residency.is_hot(r, planes)]
@@ -106,6 +115,23 @@ class AgentMemory:
         self.ledger.make_room_for(pages_for(len(prompt)) - len(prefix.pages))  # what is held does not have to make room
         self._load(sequence, needed, source, prefix, ready)
         return True
+
+    def _way(self, prefix: Prefix, request: Request) -> Way:
+        branch = self._branch_to_continue(prefix, request)
+        source = prefix.partial if prefix.rows and branch is None else None
+        has_page = branch is not None and branch.stored_rows > 0
+        last = branch if has_page else source
+        start = len(prefix.pages) * PAGE_TOKENS if last is None else prefix.length
+        position = min(start, len(request.prompt) - 1)
+        needed = self._needed(Prefix(prefix.pages, last, prefix.rows if last is not None else 0), position)
+        num_pages = pages_for(len(request.prompt) + request.max_tokens)
+        return Way(prefix, branch, source, start, needed, num_pages - len(prefix.pages) - has_page)
+
+    def _ever_fits(self, way: Way) -> bool:
+        """Whether there would be room in an arena that nobody else uses: else it would be waited for for ever."""
+        held = sum(self.planes.slots_of(planes) for _, planes in way.needed)
+        copied = self.planes.num_slots if way.source is not None else 0
+        return held + max(copied, self._most_slots(way.num_to_grow)) <= self.residency.pool.num_slots
 
     def _needed(self, prefix: Prefix, position: int) -> Needed:
         """What of a prefix is attended to by queries from `position` on."""

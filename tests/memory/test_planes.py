@@ -425,3 +425,24 @@ def test_of_two_that_share_a_prompt_the_one_that_is_whole_is_gone_on_with(tmp_pa
     ask(harness, [*told[:540], 1], "b")
     assert ask(harness, told[:540], "c").match.computed_tokens == 1
     harness.close()
+
+
+@pytest.mark.parametrize("window", [None, 300, 600])
+def test_what_fits_when_it_is_computed_is_answered_when_it_is_remembered(tmp_path: Path, window: int | None) -> None:
+    """What it holds of windows and residuals, and those it may grow by, were more than there are slots: it waited for ever."""
+    least = EngineHarness(None, window=window, young=True, chunk=64)
+    num_slots = least.memory._most_slots(6)
+    least.close()
+    for more in range(6):
+        backend = EchoBackend(8, window=window, young=True)
+        backend.arena = backend.arena[: (num_slots + more) * backend.planes.slot_bytes]
+        harness = EngineHarness(tmp_path / str(more), backend, chunk=64)
+        told = text(1, 1500)
+        for length in (256, 300, 512, 700, 1000, 1100, 1300, 1500):
+            for name in ("a", f"b{length}"):
+                prompt = [*told[:length], *text(length, 1500 - length)]
+                pending = harness.submit(prompt, name, 5)
+                pending.result(30)
+                assert pending.tokens == expected_answer(prompt, 5)
+        assert harness.backend.num_wrong == 0
+        harness.close()
