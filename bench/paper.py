@@ -29,6 +29,7 @@ MEASURED_BY = {  # the command that makes each result
     "arrivals": "bench.concurrency --only arrival --only staggered",
     "robin": "bench.concurrency --only robin",
     "steps": "bench.peers --check steps",
+    "steps-avx2": "bench.peers --check steps",
     "capacity": "bench.capacity",
     "quality-smollm2": "bench.quality",
     "quality-gemma3": "bench.quality --model gemma3-270m",
@@ -138,8 +139,15 @@ def robin(results: Results) -> list[str]:
 
 
 def peers(results: Results) -> list[str]:
-    rows = [{k: v for k, v in row.items() if k != "about"} for row in results.rows("steps")]
-    return ["SmolLM2-135M on two threads, all engines in one run. Codec and weights are named.", markdown(rows)]
+    def rows(name: str) -> str:
+        return markdown([{k: v for k, v in row.items() if k != "about"} for row in results.rows(name)])
+
+    return [
+        "SmolLM2-135M on two threads, all engines in one run. Codec and weights are named.",
+        rows("steps"),
+        "On a processor without AVX-512, as many laptops are:",
+        rows("steps-avx2"),
+    ]
 
 
 def capacity(results: Results) -> list[str]:
@@ -217,7 +225,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...
     ("Many agents at once", ("together",), pairs),
     ("Staggered arrivals", ("arrivals",), staggered),
     ("More agents than memory", ("robin",), robin),
-    ("Beside other engines", ("steps",), peers),
+    ("Beside other engines", ("steps", "steps-avx2"), peers),
     ("Capacity", ("capacity",), capacity),
     ("Quality", (), quality),
     ("Phases and routing", ("workflows",), workflows),
