@@ -153,12 +153,15 @@ template <int R, int BITS> void multiply_rows(SuperTile<BITS> tile, const Inputs
         clear(of);
         for (int s = 0; s < supers; s++, at += SUPER_BYTES<BITS>) {
             const uint8_t *terms = at + SUPER_GROUPS * CODE_BYTES<BITS> + lane, *shared = terms + TERM_BYTES + lane;
+            Floats scales, minima;  // what those of its groups are multiples of
+            UNROLL
+            for (int n = 0; n < N; n++) scales[n] = load_f16(shared + 2 * n * W), minima[n] = load_f16(shared + 2 * (OUTPUT_TILE + n * W));
             for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next()) {
                 Floats scale, minimum;
                 UNROLL
                 for (int n = 0; n < N; n++) {
-                    scale[n] = load_f16(shared + 2 * n * W) * to_float(bytes(terms + n * W));
-                    minimum[n] = load_f16(shared + 2 * (OUTPUT_TILE + n * W)) * to_float(bytes(terms + OUTPUT_TILE + n * W));
+                    scale[n] = scales[n] * to_float(bytes(terms + n * W));
+                    minimum[n] = minima[n] * to_float(bytes(terms + OUTPUT_TILE + n * W));
                 }
                 add_group<BITS, R>(at + g * CODE_BYTES<BITS> + 4 * lane, block, scale, minimum, of);
             }
@@ -176,6 +179,9 @@ template <int R> void multiply_rows(SuperTile<6> tile, const Inputs& in, int64_t
         clear(of);
         for (int s = 0; s < supers; s++, at += SUPER_BYTES<6>) {
             const uint8_t *terms = at + SUPER_GROUPS * CODE_BYTES<6> + lane, *shared = terms + TERM_BYTES + lane;
+            Floats scales;
+            UNROLL
+            for (int n = 0; n < N; n++) scales[n] = load_f16(shared + 2 * n * W);
             for (int g = 0; g < SUPER_GROUPS; g++, terms += 2 * OUTPUT_TILE, block.next()) {
                 Ints left[R], right[R];
                 clear(left), clear(right);
@@ -184,9 +190,8 @@ template <int R> void multiply_rows(SuperTile<6> tile, const Inputs& in, int64_t
                 add_products<6, R, GROUP_PAIRS / 2, GROUP_PAIRS, true>(codes, block.pairs, right);
                 UNROLL
                 for (int n = 0; n < N; n++) {
-                    const VF scale = load_f16(shared + 2 * n * W);
-                    const VF of_left = scale * to_float(signed_bytes(terms + n * W));
-                    const VF of_right = scale * to_float(signed_bytes(terms + OUTPUT_TILE + n * W));
+                    const VF of_left = scales[n] * to_float(signed_bytes(terms + n * W));
+                    const VF of_right = scales[n] * to_float(signed_bytes(terms + OUTPUT_TILE + n * W));
                     UNROLL
                     for (int r = 0; r < R; r++) {
                         const VF step = splat(block.steps[r]);
