@@ -34,7 +34,7 @@ from rewake.backends.torch.dense import completed, plan_of, why_not_dense
 from rewake.backends.torch.kernels import native
 from rewake.backends.torch.kernels.packing import SUPER, SUPER_KINDS, TILE, Matrix
 from rewake.backends.torch.kernels.step import Weights
-from rewake.backends.torch.loader import LoadedModel
+from rewake.backends.torch.loader import LoadedModel, of_transformers
 from rewake.backends.torch.model import TorchBackend
 from rewake.engine import Engine
 from rewake.errors import ModelError
@@ -196,7 +196,8 @@ def measure(name: str, contexts: Sequence[int], kv: str) -> tuple[list[Row], lis
     if reason := native.why_unavailable():
         raise ModelError(f"{name} needs the native kernels: {reason}")
     started = time.perf_counter()
-    loaded = through_transformers(name, geometry.config) if why_not_dense(geometry.config) else natively(name, geometry.config)
+    reason = why_not_dense(geometry.config)
+    loaded = through_transformers(name, geometry.config, reason) if reason else natively(name, geometry.config)
     print(f"{loaded.weights} made in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     codec, group = CODINGS[kv]
     backend = TorchBackend(loaded, codec.name, MEMORY, group)
@@ -226,21 +227,16 @@ def natively(name: str, geometry: Mapping[str, Any]) -> LoadedModel:
     return LoadedModel(plan, None, ModelCacheSpec.from_config(config), facts, "native", f"random weights of {plan.weight_bits:.2f} bits")
 
 
-def through_transformers(name: str, geometry: Mapping[str, Any]) -> LoadedModel:
+def through_transformers(name: str, geometry: Mapping[str, Any], reason: str) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rewake.backends.torch.eager import ATTENTION, register_attention, working_dtype
-    from rewake.backends.torch.latent import absorb
 
     register_attention()
     config = AutoConfig.for_model(**geometry)
     dtype, _ = working_dtype()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
-    spec = ModelCacheSpec.from_config(config.to_dict())
-    if spec.group.kind == "latent" and not absorb(model):
-        spec = ModelCacheSpec.from_config(config.to_dict(), latent=False)
-    facts = {"weights": f"random {name}", "dtype": str(dtype), "config": config.to_dict()}
-    return LoadedModel(None, model, spec, facts, "transformers", f"random weights, {dtype}")
+    return of_transformers(model, config, dtype, f"random {name}", f"random weights, {dtype}", reason)
 
 
 def of_size(engine: Engine, geometry: Geometry, size: int) -> Row:

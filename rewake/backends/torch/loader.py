@@ -25,7 +25,7 @@ from rewake.errors import ModelError
 from rewake.planes import PagePlanes
 from rewake.spec import ModelCacheSpec
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_model", "of_transformers"]
 
 WEIGHT_BITS = {SHIPPED: 0, "q8": 8, "q4": 4}
 assert set(WEIGHT_BITS) == set(WEIGHTS)
@@ -106,25 +106,31 @@ def load_for_transformers(path: Path, reason: str) -> LoadedModel:
     from transformers import AutoConfig
 
     from rewake.backends.torch.eager import load_eager, working_dtype
-    from rewake.backends.torch.latent import absorb
-    from rewake.backends.torch.longrope import freeze_longrope
 
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} holds no model that transformers can load: {error}") from error
+    ModelCacheSpec.from_config(config.get_text_config().to_dict())  # what cannot be cached is refused before its weights are read
+    dtype, why = working_dtype()
+    weights = f"{str(dtype).removeprefix('torch.')}: {why}"
+    return of_transformers(load_eager(path, dtype), config, dtype, weights_digest(path, "*.safetensors"), weights, reason)
+
+
+def of_transformers(model: Any, config: Any, dtype: torch.dtype, name: str, weights: str, reason: str) -> LoadedModel:
+    """A transformers model whose attention is ours. `name` is its weights', `weights` says how they are kept. Raises ModelError."""
+    from rewake.backends.torch.latent import absorb
+    from rewake.backends.torch.longrope import freeze_longrope
+
     text_config = config.get_text_config().to_dict()
     spec = ModelCacheSpec.from_config(text_config)
-    dtype, why = working_dtype()
-    model = load_eager(path, dtype)
     if spec.group.kind == "latent" and not absorb(model):
         spec = ModelCacheSpec.from_config(text_config, latent=False)
-    facts: dict[str, Any] = {"weights": weights_digest(path, "*.safetensors"), "dtype": str(dtype), "config": content(config.to_dict())}
+    facts: dict[str, Any] = {"weights": name, "dtype": str(dtype), "config": content(config.to_dict())}
     if (frozen := freeze_longrope(model)) is not None:
         facts["longrope"] = frozen
     if spec.group.latent_dim:  # which the config does not say: with other code, heads are cached instead
         facts["latent_dim"] = spec.group.latent_dim
-    weights = f"{str(dtype).removeprefix('torch.')}: {why}"
     return LoadedModel(None, model, spec, facts, f"transformers, not the native step: {reason}", weights)
 
 
