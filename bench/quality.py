@@ -31,6 +31,7 @@ import numpy as np
 
 from bench.common import Bar, finish, flags, table
 from rewake.backends.base import Batch
+from rewake.backends.torch.calibrate import cut
 from rewake.backends.torch.loader import LoadedModel, load_model
 from rewake.backends.torch.measure import Scores, arena_bytes, compare, prompt_row
 from rewake.backends.torch.model import TorchBackend
@@ -83,10 +84,11 @@ def backends_for(loaded: LoadedModel, codings: Sequence[str], tokens: int) -> di
 def perplexity(backends: Mapping[str, TorchBackend], begin: list[int], ids: Sequence[int], window: int, scored: int) -> dict[str, Scores]:
     """Scores of the first `scored` tokens of `ids`, in windows behind `begin`; without it they overlap by the token a window ends with."""
     parts: dict[str, list[Scores]] = {name: [] for name in backends}
-    for start in range(0, scored, window):
-        for name, part in compare(backends, [*begin, *ids[start : start + window + 1 - len(begin)]]).items():
+    whole = -(-scored // window) * window
+    for number, tokens in enumerate(cut(ids[: whole + 1], window, begin), 1):
+        for name, part in compare(backends, tokens).items():
             parts[name].append(part)
-        print(f"window {window}: {start + window} of {scored} tokens", file=sys.stderr)
+        print(f"window {window}: {number * window} of {scored} tokens", file=sys.stderr)
     return {name: Scores.join(part) for name, part in parts.items()}
 
 

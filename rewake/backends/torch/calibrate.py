@@ -21,7 +21,7 @@ from rewake.errors import ModelError
 from rewake.quant import CODINGS, PAGE_TOKENS, decode, encode, hadamard
 from rewake.request import Sampling
 
-__all__ = ["calibrate", "k_mean", "write_documents"]
+__all__ = ["calibrate", "cut", "k_mean", "write_documents"]
 
 DOCUMENTS, LENGTH = 16, PAGE_TOKENS  # of the model's own writing: a page each, and all of them a step of 16 rows
 TOKENS = DOCUMENTS * LENGTH  # of a given text, too
