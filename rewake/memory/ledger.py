@@ -122,7 +122,7 @@ class Ledger:
             return None
         assert page.parent is not None
         codes = {self.planes.codes_of(plane) for plane in planes}
-        held = (*planes, *(plane for plane in self.planes.all if plane in codes and plane not in planes))  # these stay what they refine
+        held = tuple(plane for plane in self.planes.all if plane in planes or plane in codes)  # residuals' codes stay what they refine
         self.residency.hold(page, held)
         page.saving = planes
         self.saving.add(page)

@@ -7,8 +7,6 @@ they are shipped in. Neither is read for the other's sake.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +34,12 @@ PRE_TOKENIZERS = {
 }
 
 
-@contextmanager
-def readable(gguf: Path) -> Iterator[None]:
-    """What the readers of GGUF raise, for files that are none, that end early, or hold what they do not know, as what a user is told."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, NotImplementedError) as error:
-        raise ModelError(f"{gguf.name} cannot be converted: {error}") from error
-
-
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model of `gguf` to the folder `target`, weights as they are and dequantised to bfloat16. Raises ModelError."""
-    with readable(gguf):
+    try:
         convert(gguf, target)
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # no GGUF, or cut, or of a kind its readers do not know
+        raise ModelError(f"{gguf.name} cannot be converted: {error}") from error
 
 
 def convert(gguf: Path, target: Path) -> None:
