@@ -48,16 +48,16 @@ class Case:
         self.layout = PageLayout(LAYERS, KV_HEADS, DIM, DIM, CODECS[self.codec])
         pages = -(-self.depth // PAGE_TOKENS)
         self.layouts = {self.layout.codec.index: self.layout}
-        self.arena = torch.from_numpy(np.tile(random_page(self.layout), self.seqs * pages))
+        self.arena = np.tile(random_page(self.layout), self.seqs * pages)
         tokens = self.rows * self.seqs
         self.batch = RaggedBatch(
-            (torch.arange(self.seqs * pages) * self.layout.page_bytes).view(self.seqs, pages),
-            torch.full((self.seqs, pages), self.layout.codec.index, dtype=torch.uint8),
-            (torch.arange(self.seqs + 1) * self.rows).int(),
-            torch.full((self.seqs,), self.depth, dtype=torch.int32),
-            torch.zeros(tokens, dtype=torch.int64),
-            torch.arange(tokens, dtype=torch.int32) % PAGE_TOKENS,
-            torch.full((tokens,), self.layout.codec.index, dtype=torch.uint8),
+            (np.arange(self.seqs * pages) * self.layout.page_bytes).reshape(self.seqs, pages),
+            np.full((self.seqs, pages), self.layout.codec.index, np.uint8),
+            (np.arange(self.seqs + 1) * self.rows).astype(np.int32),
+            np.full(self.seqs, self.depth, np.int32),
+            np.zeros(tokens, np.int64),
+            np.arange(tokens, dtype=np.int32) % PAGE_TOKENS,
+            np.full(tokens, self.layout.codec.index, np.uint8),
         )
         self.layers = [LayerAttention(i, DIM**-0.5) for i in range(LAYERS)]
         self.q = torch.randn(tokens, KV_HEADS * SHARE, DIM).bfloat16()
@@ -142,16 +142,16 @@ def cases(quick: bool) -> list[tuple[str, Case]]:
     return listed
 
 
-def measure(quick: bool, isas: list[str]) -> list[dict[str, object]]:
+def measure(quick: bool, isas: list[str], threads: int) -> list[dict[str, object]]:
     bandwidth, budget, rows = memory_speed(), 0.15 if quick else 0.4, []
     flood = torch.zeros(1 << 24, dtype=torch.int64)
-    print(f"memory streams at {bandwidth / 1e9:.1f} GB/s; {torch.get_num_threads()} threads; medians over all {LAYERS} layers\n")
+    print(f"memory streams at {bandwidth / 1e9:.1f} GB/s; {threads} threads; medians over all {LAYERS} layers\n")
     print(f"{'case':24} {'codec':5} {'isa':9} {'us/layer':>9} {'least':>8} {'ms/step':>8} {'GB/s':>6} {'of mem':>6} {'G prod/s':>8}")
     for name, case in cases(quick):
         for isa in isas:
             if isa == "portable" and case.products > 1e10:
                 continue  # minutes, and nobody's path
-            kernels = NativeKernels(isa)
+            kernels = NativeKernels(isa, threads)
             attend, append = partial(case.attend, kernels), partial(case.append, kernels)
             runs: list[tuple[str, Callable[[], None], Callable[[], object]]] = [(name, attend, lambda: None)]
             if case.rows == 1 and case.depth == 4096:
@@ -181,9 +181,8 @@ def main() -> int:
     args = parser.parse_args()
     if reason := native.why_unavailable():
         sys.exit(f"no native kernels: {reason}")
-    torch.set_num_threads(args.threads)
     isas = [args.isa] if args.isa else native.isas()[: 1 if args.quick else None]
-    rows = measure(args.quick, isas)
+    rows = measure(args.quick, isas, args.threads)
     return finish("attention", rows, bars_of(rows, isas[0]), args)
 
 

@@ -190,14 +190,14 @@ class RandomWeights:
         return Matrix(tiles.reshape(-1), outputs, inputs, SUPER_KINDS[4])
 
 
-def measure(name: str, contexts: Sequence[int], kv: str) -> tuple[list[Row], list[Bar]]:
+def measure(name: str, contexts: Sequence[int], kv: str, threads: int) -> tuple[list[Row], list[Bar]]:
     """Raises ModelError if there are no native kernels."""
     geometry = GEOMETRIES[name]
     if reason := native.why_unavailable():
         raise ModelError(f"{name} needs the native kernels: {reason}")
     started = time.perf_counter()
     reason = why_not_dense(geometry.config)
-    loaded = through_transformers(name, geometry.config, reason) if reason else natively(name, geometry.config)
+    loaded = through_transformers(name, geometry.config, reason, threads) if reason else natively(name, geometry.config, threads)
     print(f"{loaded.weights} made in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     codec, group = CODINGS[kv]
     backend = TorchBackend(loaded, codec.name, MEMORY, group)
@@ -220,23 +220,26 @@ def measure(name: str, contexts: Sequence[int], kv: str) -> tuple[list[Row], lis
     return rows, bars
 
 
-def natively(name: str, geometry: Mapping[str, Any]) -> LoadedModel:
+def natively(name: str, geometry: Mapping[str, Any], threads: int) -> LoadedModel:
     config = completed(geometry)
-    plan = plan_of(config, RandomWeights(config))
+    plan = plan_of(config, RandomWeights(config), threads)
     facts = {"weights": f"random {name}", "step": "native", "config": config}
-    return LoadedModel(plan, None, ModelCacheSpec.from_config(config), facts, "native", f"random weights of {plan.weight_bits:.2f} bits")
+    weights = f"random weights of {plan.weight_bits:.2f} bits"
+    return LoadedModel(plan, None, ModelCacheSpec.from_config(config), facts, "native", weights, threads)
 
 
-def through_transformers(name: str, geometry: Mapping[str, Any], reason: str) -> LoadedModel:
+def through_transformers(name: str, geometry: Mapping[str, Any], reason: str, threads: int) -> LoadedModel:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rewake.backends.torch.eager import ATTENTION, register_attention, working_dtype
 
+    torch.set_num_threads(threads)
     register_attention()
     config = AutoConfig.for_model(**geometry)
     dtype, _ = working_dtype()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
-    return of_transformers(model, config, dtype, f"random {name}", f"random weights, {dtype}", reason)
+    return of_transformers(model, config, dtype, f"random {name}", f"random weights, {dtype}", reason, threads)
 
 
 def of_size(engine: Engine, geometry: Geometry, size: int) -> Row:

@@ -117,11 +117,9 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def of_geometry(args: argparse.Namespace) -> int:
-    import torch
-
-    torch.set_num_threads(args.threads or os.cpu_count() or 1)
+    contexts, threads = args.contexts or geometry.CONTEXTS[: 1 if args.quick else None], args.threads or os.cpu_count() or 1
     try:
-        rows, bars = geometry.measure(args.geometry, args.contexts or geometry.CONTEXTS[: 1 if args.quick else None], args.kv)
+        rows, bars = geometry.measure(args.geometry, contexts, args.kv, threads)
     except ModelError as refused:
         print(f"bench.ttft: {refused}", file=sys.stderr)
         return 2

@@ -40,13 +40,10 @@ DECODED = 33
 
 def attention(kv: str, quick: bool) -> Row:
     """Decode attention over a random arena, all layers of one token in turn; the kernels the engine would choose."""
-    import torch
-
     from bench.attention import Case
     from rewake.backends.torch.kernels import load_kernels
 
-    torch.set_num_threads(THREADS)
-    kernels, why = load_kernels()
+    kernels, why = load_kernels(THREADS)
     case = Case(kv, 4096)
     case.attend(kernels)  # type: ignore[arg-type]
     times = [milliseconds(lambda: case.attend(kernels)) for _ in range(20 if quick else 100)]  # type: ignore[arg-type]

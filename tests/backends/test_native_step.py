@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,21 +287,16 @@ class Pages:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_rows_bits_are_the_same_alone_and_among_32(real_model: Any, ids: list[int], kv: str, threads: int) -> None:
     texts = [ids[i : i + 50] for i in range(32)]  # that end at 50 tokens and before
-    pages = Pages(torch_backend(real_model, kv, 68))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        pages.run(*(pages.row(i, t, 0, 49 - i) for i, t in enumerate(texts)))
-        together = pages.run(*(pages.row(i, t, 49 - i, 50 - i) for i, t in enumerate(texts))).logits
-        for i in (0, 8, 31):
-            pages.run(pages.row(32, texts[i], 0, 49 - i))
-            alone = pages.run(pages.row(32, texts[i], 49 - i, 50 - i)).logits[0]
-            assert np.array_equal(alone, together[i])
-            planes = pages.backend.planes
-            for a, b in zip(rows_of(pages.pages(32), planes, 50 - i), rows_of(pages.pages(i), planes, 50 - i), strict=True):
-                assert np.array_equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    pages = Pages(torch_backend(replace(real_model, threads=threads), kv, 68))
+    pages.run(*(pages.row(i, t, 0, 49 - i) for i, t in enumerate(texts)))
+    together = pages.run(*(pages.row(i, t, 49 - i, 50 - i) for i, t in enumerate(texts))).logits
+    for i in (0, 8, 31):
+        pages.run(pages.row(32, texts[i], 0, 49 - i))
+        alone = pages.run(pages.row(32, texts[i], 49 - i, 50 - i)).logits[0]
+        assert np.array_equal(alone, together[i])
+        planes = pages.backend.planes
+        for a, b in zip(rows_of(pages.pages(32), planes, 50 - i), rows_of(pages.pages(i), planes, 50 - i), strict=True):
+            assert np.array_equal(a, b)
 
 
 def rows_of(pages: np.ndarray[Any, Any], planes: PagePlanes, rows: int) -> list[np.ndarray[Any, Any]]:

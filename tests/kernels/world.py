@@ -61,7 +61,7 @@ class Shape:
 @dataclass
 class World:
     shape: Shape
-    arena: torch.Tensor
+    arena: np.ndarray
     layouts: dict[int, PageLayout]
     batch: RaggedBatch
     layer: LayerAttention
@@ -72,13 +72,13 @@ class World:
     def page_of(self, seq: int, page: int) -> tuple[np.ndarray, PageLayout]:
         layout = self.layouts[int(self.batch.page_codecs[seq, page])]
         at = int(self.batch.block_table[seq, page])
-        return self.arena.numpy()[at : at + layout.page_bytes], layout
+        return self.arena[at : at + layout.page_bytes], layout
 
     def residuals_of(self, seq: int, page: int) -> tuple[np.ndarray, PageLayout]:
         assert self.batch.residual_table is not None
         layout = replace(self.page_of(seq, page)[1], residuals=True)
         at = int(self.batch.residual_table[seq, page])
-        return self.arena.numpy()[at : at + layout.page_bytes], layout
+        return self.arena[at : at + layout.page_bytes], layout
 
     def fields(self, seq: int, page: int) -> dict[str, np.ndarray]:
         """The layer's arrays of a page, as views of the arena."""
@@ -128,15 +128,15 @@ def make(shape: Shape) -> World:
     heads = shape.kv_heads * shape.share
     append = -np.ones(tokens, np.int64)
     batch = RaggedBatch(
-        torch.from_numpy(table.astype(np.int64)),
-        torch.from_numpy(codecs),
-        torch.from_numpy(np.concatenate([[0], rows.cumsum()]).astype(np.int32)),
-        torch.tensor([n for n, _ in shape.seqs], dtype=torch.int32),
-        torch.from_numpy(append),
-        torch.zeros(tokens, dtype=torch.int32),
-        torch.zeros(tokens, dtype=torch.uint8),
-        torch.from_numpy(residuals[0].astype(np.int64)) if residuals else None,
-        torch.from_numpy(append) if residuals else None,
+        table.astype(np.int64),
+        codecs,
+        np.concatenate([[0], rows.cumsum()]).astype(np.int32),
+        np.array([n for n, _ in shape.seqs], np.int32),
+        append,
+        np.zeros(tokens, np.int32),
+        np.zeros(tokens, np.uint8),
+        residuals[0].astype(np.int64) if residuals else None,
+        append if residuals else None,
     )
     mean = rng.normal(size=(shape.kv_heads, shape.k_dim)).astype(np.float32)
     layer = LayerAttention(
@@ -144,13 +144,13 @@ def make(shape: Shape) -> World:
         scale=shape.k_dim**-0.5,
         window=shape.window,
         soft_cap=shape.soft_cap,
-        sinks=torch.from_numpy(rng.normal(size=heads).astype(np.float32)) if shape.sinks else None,
-        k_mean=torch.from_numpy(mean) if shape.mean else None,
+        sinks=rng.normal(size=heads).astype(np.float32) if shape.sinks else None,
+        k_mean=mean if shape.mean else None,
         v_is_k_prefix=shape.latent,
         v_dim=shape.v_dim if shape.latent else None,
     )
     q = torch.from_numpy(rng.normal(size=(tokens, heads, shape.k_dim)).astype(np.float32))
-    world = World(shape, torch.from_numpy(arena), layouts, batch, layer, q.bfloat16() if shape.bf16 else q)
+    world = World(shape, arena, layouts, batch, layer, q.bfloat16() if shape.bf16 else q)
     for length, _ in shape.seqs:
         k = rng.normal(size=(length, shape.kv_heads, shape.k_dim)) + (mean if shape.mean else 0)
         v = rng.normal(size=(length, shape.kv_heads, shape.v_dim)) * rng.choice([0.3, 1.0, 3.0], (length, 1, 1))
@@ -167,7 +167,7 @@ def store_by_reference(world: World) -> None:
             part = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
             k, v = world.k[seq][part], world.v[seq][part]
             if layout.codec.k_bits < 16:
-                k = (k - (world.layer.k_mean.numpy() if world.layer.k_mean is not None else 0)) @ hadamard(layout.k_dim)
+                k = (k - (world.layer.k_mean if world.layer.k_mean is not None else 0)) @ hadamard(layout.k_dim)
             for side, x, bits in (("k", k, layout.codec.k_bits), ("v", v, layout.codec.v_bits)):
                 if side == "v" and not layout.v_dim:
                     continue
@@ -187,11 +187,11 @@ def append_step(world: World, seqs: Sequence[int] | None = None) -> tuple[Ragged
     table, codecs, over = world.batch.block_table, world.batch.page_codecs, world.batch.residual_table
     batch = replace(
         world.batch,
-        query_starts=torch.tensor([0, *np.cumsum([len(k) for k in world.k])], dtype=torch.int32),
-        append_pages=torch.tensor([int(table[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.int64),
-        append_rows=torch.tensor([i % PAGE_TOKENS for _, i in at], dtype=torch.int32),
-        append_codecs=torch.tensor([int(codecs[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.uint8),
-        append_residuals=None if over is None else torch.tensor([int(over[s, i // PAGE_TOKENS]) for s, i in at], dtype=torch.int64),
+        query_starts=np.array([0, *np.cumsum([len(k) for k in world.k])], np.int32),
+        append_pages=np.array([int(table[s, i // PAGE_TOKENS]) for s, i in at], np.int64),
+        append_rows=np.array([i % PAGE_TOKENS for _, i in at], np.int32),
+        append_codecs=np.array([int(codecs[s, i // PAGE_TOKENS]) for s, i in at], np.uint8),
+        append_residuals=None if over is None else np.array([int(over[s, i // PAGE_TOKENS]) for s, i in at], np.int64),
         derived={},
     )
     k = torch.from_numpy(np.concatenate([world.k[s] for s in seqs]))
@@ -226,7 +226,7 @@ def attend_alike(world: World, seq: int, q: np.ndarray, start: int, end: int) ->
     if not shape.raw:
         k = k @ hadamard(shape.k_dim).astype(np.float64)
         if layer.k_mean is not None:
-            k = k + layer.k_mean.numpy()
+            k = k + layer.k_mean
     v = k[..., : shape.v_dim] if shape.latent else world.decoded(seq, "v", start)[:end]
     q = q.reshape(rows, shape.kv_heads, shape.share, shape.k_dim)
     s = np.einsum("rhgd,thd->rhgt", q, k) * layer.scale
@@ -236,7 +236,7 @@ def attend_alike(world: World, seq: int, q: np.ndarray, start: int, end: int) ->
     hidden = (at > own) | ((at <= own - layer.window) if layer.window else False)
     s = np.where(hidden[:, None, None], -np.inf, s)
     if layer.sinks is not None:
-        sinks = layer.sinks.numpy().reshape(1, shape.kv_heads, shape.share, 1)
+        sinks = layer.sinks.reshape(1, shape.kv_heads, shape.share, 1)
         s = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], 1))], -1)
     p = np.exp(s - s.max(-1, keepdims=True))
     p = (p / p.sum(-1, keepdims=True))[..., :end]

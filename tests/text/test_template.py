@@ -90,18 +90,24 @@ def test_marks_for_training_change_nothing() -> None:
     assert ChatTemplate(source, {}).render([USER], None, answer=True, go_on=False) == "Hi\n1"
 
 
-def test_a_model_of_the_native_step_is_served_without_transformers(model_path: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_native_step_is_served_without_transformers_and_torch(model_path: Path, tmp_path: Path) -> None:
     """Its tokenizer has been read before."""
     code = """
+import queue
 import sys
 from dataclasses import replace
 from pathlib import Path
 from rewake.config import Config
+from rewake.request import Done, Request, Sampling
 from rewake.service import open_service
 service = open_service(replace(Config(), model=sys.argv[1], data=Path(sys.argv[2]), memory=2**28))
 print(service.tokenizer.render([{"role": "user", "content": "Hi"}]))
+done = queue.SimpleQueue()
+service.engine.submit(Request("r", (1, 2, 3), 4, lambda event: done.put(event), Sampling(temperature=0.7, top_p=0.9, logprobs=2)))
+while not isinstance(done.get(), Done):
+    pass
 service.close()
-print([name for name in sys.modules if name == "transformers"])
+print([name for name in sys.modules if name in ("transformers", "torch")])
 """
     done = subprocess.run([sys.executable, "-c", code, str(model_path), str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n"), json.dumps(done.stdout)

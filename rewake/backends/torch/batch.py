@@ -7,16 +7,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from rewake.backends.base import NOWHERE, Batch
-from rewake.backends.torch.kernels.base import RaggedBatch
+from rewake.backends.torch.kernels.base import I32, RaggedBatch
 from rewake.quant import PAGE_TOKENS, Codec
 
 __all__ = ["Flat", "flatten"]
-
-I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +40,19 @@ def flatten(batch: Batch, codec: Codec) -> Flat:
     of_row = np.repeat(np.arange(len(rows)), counts)
     is_new = positions >= np.repeat([r.first_append for r in rows], counts)
     same: dict[str, Any] = {
-        "page_codecs": torch.full(tables.shape[1:], codec.index, dtype=torch.uint8),
-        "query_starts": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-        "kv_lengths": torch.tensor([r.end for r in rows], dtype=torch.int32),
-        "append_rows": torch.from_numpy(positions % PAGE_TOKENS),
-        "append_codecs": torch.full(positions.shape, codec.index, dtype=torch.uint8),
+        "page_codecs": np.full(tables.shape[1:], codec.index, np.uint8),
+        "query_starts": np.concatenate([[0], ends]).astype(np.int32),
+        "kv_lengths": np.array([r.end for r in rows], np.int32),
+        "append_rows": positions % PAGE_TOKENS,
+        "append_codecs": np.full(positions.shape, codec.index, np.uint8),
     }
-    places = [torch.from_numpy(np.where(is_new, table[of_row, positions // PAGE_TOKENS], -1)) for table in tables]
+    places = [np.where(is_new, table[of_row, positions // PAGE_TOKENS], -1) for table in tables]
     count = len(tables) // 2 if codec.residual_bits else len(tables)  # of residuals there are as many slots as of codes, behind those
     ragged = tuple(
         RaggedBatch(
-            block_table=torch.from_numpy(tables[i]),
+            block_table=tables[i],
             append_pages=places[i],
-            residual_table=torch.from_numpy(tables[count + i]) if codec.residual_bits else None,
+            residual_table=tables[count + i] if codec.residual_bits else None,
             append_residuals=places[count + i] if codec.residual_bits else None,
             **same,
         )

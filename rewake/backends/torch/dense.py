@@ -16,13 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from rewake.backends.torch.blocks import BLOCKS, quantise
 from rewake.backends.torch.kernels.packing import Matrix, coded, plain
 from rewake.backends.torch.kernels.step import ACTIVATIONS, DenseLayer, DensePlan, Weights, why_unfit
 from rewake.errors import ModelError
+from rewake.quant import f32_to_bf16
 
 __all__ = ["CODED", "TOP", "completed", "frequencies", "is_gemma", "load_dense", "of_layer", "plan_of", "why_not_dense"]
 
@@ -143,10 +142,10 @@ def frequencies(rope: Mapping[str, Any], dim: int) -> F32:
     return found
 
 
-def load_dense(path: Path, config: Mapping[str, Any], bits: int = 0) -> DensePlan:
+def load_dense(path: Path, config: Mapping[str, Any], bits: int = 0, threads: int = 1) -> DensePlan:
     """The plan of the model in `path`; safetensors are coded in `bits` bits, if that is not 0. Raises ModelError if weights are missing."""
     config = completed(config)
-    return plan_of(config, Source(path, config, bits))
+    return plan_of(config, Source(path, config, bits), threads)
 
 
 class NamedWeights(Protocol):
@@ -157,8 +156,8 @@ class NamedWeights(Protocol):
     def norm(self, name: str, layer: int | None = None) -> F32 | None: ...
 
 
-def plan_of(config: Mapping[str, Any], source: NamedWeights) -> DensePlan:
-    """A `completed` config and its weights as a plan."""
+def plan_of(config: Mapping[str, Any], source: NamedWeights, threads: int = 1) -> DensePlan:
+    """A `completed` config and its weights as a plan, packed by so many threads."""
     ropes, kinds = rotations(config), config.get("layer_types") or []
     names = list(ropes)
 
@@ -176,8 +175,8 @@ def plan_of(config: Mapping[str, Any], source: NamedWeights) -> DensePlan:
         )
 
     embedding, dim = source.weights("embedding"), head_dim(config)
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # numpy lets others work while it packs
-        layers = list(threads.map(layer, range(int(config["num_hidden_layers"]))))
+    with ThreadPoolExecutor(threads) as pool:  # numpy lets others work while it packs
+        layers = list(pool.map(layer, range(int(config["num_hidden_layers"]))))
     return DensePlan(
         layers=layers,
         embedding=embedding,
@@ -202,15 +201,28 @@ def required(x: F32 | None, what: str) -> F32:
     return x
 
 
+def open_weights(file: Path) -> Any:
+    """A safetensors file, through numpy if it can: it has no bfloat16, for which there is torch, whose import takes a second or two."""
+    from safetensors import safe_open
+
+    opened: Any = safe_open(file, framework="numpy")
+    has_bfloat16 = any(opened.get_slice(name).get_dtype() == "BF16" for name in opened.keys())  # noqa: SIM118 (not a mapping)
+    return safe_open(file, framework="pt") if has_bfloat16 else opened
+
+
+def floats(x: Any) -> F32:
+    """An array or a tensor as float32."""
+    found: F32 = x.astype(np.float32) if isinstance(x, np.ndarray) else x.float().numpy()
+    return found
+
+
 class Source:
     """The weights of a folder, by our names."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], bits: int = 0) -> None:
-        from safetensors import safe_open
-
         coded_file = path / CODED
         self._path = coded_file.parent if coded_file.is_file() else path
-        files: list[Any] = [safe_open(file, framework="pt") for file in sorted(self._path.glob("*.safetensors"))]
+        files: list[Any] = [open_weights(file) for file in sorted(self._path.glob("*.safetensors"))]
         if not files:
             raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
         self._blocks = {name: kind for file in files for name, kind in json.loads((file.metadata() or {}).get("blocks", "{}")).items()}
@@ -225,12 +237,12 @@ class Source:
             raise ModelError(f"{self._path} has no weights {full}")
         return Weights(self._matrix(x, self._blocks.get(full), layer is None), self._vector(name, layer, "bias"))
 
-    def _matrix(self, x: Tensor, kind: str | None, is_vocabulary: bool) -> Matrix:
+    def _matrix(self, x: Any, kind: str | None, is_vocabulary: bool) -> Matrix:
         if kind is not None:
-            return coded(BLOCKS[kind](x.numpy()))
+            return coded(BLOCKS[kind](np.asarray(x)))
         if self._bits:  # a token's few bits of embedding and head cost more than a layer's
-            return coded(quantise(x.float().numpy(), 8 if is_vocabulary else self._bits))
-        return plain(x.bfloat16().view(torch.uint16).numpy())
+            return coded(quantise(floats(x), 8 if is_vocabulary else self._bits))
+        return plain(f32_to_bf16(floats(x)))
 
     def norm(self, name: str, layer: int | None = None) -> F32 | None:
         found = self._vector(name, layer) if layer is None or name in self._names else None
@@ -238,9 +250,9 @@ class Source:
 
     def _vector(self, name: str, layer: int | None = None, suffix: str = "weight") -> F32 | None:
         x = self._tensor(self._name(name, layer, suffix))
-        return None if x is None else x.float().numpy()
+        return None if x is None else floats(x)
 
-    def _tensor(self, name: str) -> Tensor | None:
+    def _tensor(self, name: str) -> Any:
         return self._files[name].get_tensor(name) if name in self._files else None
 
     def _name(self, name: str, layer: int | None, suffix: str = "weight") -> str:

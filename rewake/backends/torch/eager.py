@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from rewake.backends.torch.batch import Flat
-from rewake.backends.torch.kernels.base import AttentionKernels, LayerAttention, RaggedBatch
+from rewake.backends.torch.kernels.base import F32, U8, AttentionKernels, LayerAttention, RaggedBatch
 from rewake.backends.torch.latent import Absorbed
 from rewake.errors import ModelError
 from rewake.planes import PagePlanes
@@ -36,18 +36,18 @@ class EagerForward:
     """A transformers model over the pages of one arena. See `forward.Forward`."""
 
     def __init__(
-        self, model: Any, kernels: AttentionKernels, arena: Tensor, planes: PagePlanes, spec: ModelCacheSpec, k_mean: Tensor | None
+        self, model: Any, kernels: AttentionKernels, arena: U8, planes: PagePlanes, spec: ModelCacheSpec, k_mean: F32 | None
     ) -> None:
         self._model = model
         self._pages = ModelPages(arena, planes, kernels, spec, k_mean)
 
-    def logits(self, flat: Flat) -> Tensor:
+    def logits(self, flat: Flat) -> F32:
         tokens, positions = (torch.from_numpy(x).long()[None] for x in (flat.tokens, flat.positions))
         keep = torch.from_numpy(flat.wanted).long() if len(flat.wanted) else torch.zeros(1, dtype=torch.int64)  # none is not possible
         with LOADING, torch.inference_mode():
             kv = BatchQuantizedKVCache(self._pages, flat.ragged)
             out = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, kv=kv)
-        return out.logits[0, : len(flat.wanted)].float()  # type: ignore[no-any-return]
+        return out.logits[0, : len(flat.wanted)].float().numpy()  # type: ignore[no-any-return]
 
     def check(self) -> None:
         if elsewhere := self._pages.layers_without_attention():
@@ -57,15 +57,13 @@ class EagerForward:
 class ModelPages:
     """What does not change from step to step: the arena, how pages lie in it, and each layer's constants."""
 
-    def __init__(
-        self, arena: Tensor, planes: PagePlanes, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: Tensor | None = None
-    ) -> None:
+    def __init__(self, arena: U8, planes: PagePlanes, kernels: AttentionKernels, spec: ModelCacheSpec, k_mean: F32 | None = None) -> None:
         self.arena = arena
         self.layouts = {planes.codec.index: planes.planes[0].slot}
         self.places = planes.layer_places()  # of each layer: its slot of a page, its index in there
         self.kernels = kernels
         self.spec = spec
-        self.k_mean = k_mean  # f32 [layers, kv_heads, k_dim]: what K is centred by before it is coded
+        self.k_mean = k_mean  # [layers, kv_heads, k_dim]: what K is centred by before it is coded
         self._layers: dict[int, LayerAttention] = {}
 
     def layer(self, layer: int, scale: float, window: int | None, soft_cap: float | None, sinks: Tensor | None) -> LayerAttention:
@@ -80,7 +78,7 @@ class ModelPages:
                 scale,
                 window=window,
                 soft_cap=soft_cap,
-                sinks=None if sinks is None else sinks.detach().float().contiguous(),
+                sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
                 v_is_k_prefix=latent_dim > 0,
                 v_dim=latent_dim or None,
                 k_mean=None if self.k_mean is None else self.k_mean[layer],

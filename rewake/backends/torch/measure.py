@@ -81,7 +81,7 @@ def compare(backends: Mapping[str, TorchBackend], window: Sequence[int], chunk: 
 def forced(backends: Mapping[str, TorchBackend], tokens: Sequence[int], start: int) -> Iterator[tuple[str, Tensor]]:
     """Log-probabilities behind each of `tokens` under each backend."""
     for name, backend in backends.items():
-        yield name, backend.score(Batch((prompt_row(backend, tokens, start),))).log_softmax(-1)
+        yield name, torch.from_numpy(backend.score(Batch((prompt_row(backend, tokens, start),)))).log_softmax(-1)
 
 
 def score(logs: Tensor, reference: Tensor, targets: Tensor) -> Scores:

@@ -9,13 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from rewake.backends.base import Batch, Output, Row
 from rewake.backends.torch.batch import flatten
 from rewake.backends.torch.kernels import load_kernels
+from rewake.backends.torch.kernels.base import F32
 from rewake.backends.torch.loader import LoadedModel
 from rewake.backends.torch.sampler import Sampler, logprobs_of
 from rewake.errors import ModelError
@@ -33,7 +31,7 @@ class TorchBackend:
         codec: str,
         memory: int,
         group_size: int = 64,
-        k_mean: npt.NDArray[np.float32] | None = None,
+        k_mean: F32 | None = None,
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`k_mean` [layers, kv_heads, k_dim] is what K is centred by before it is coded; `notes` are for `describe`.
@@ -46,30 +44,31 @@ class TorchBackend:
         self.planes = self.spec.planes(CODECS[codec], group_size)
         if memory < (needed := self.planes.num_slots * self.planes.slot_bytes):
             raise ModelError(f"a memory budget of {memory} bytes does not hold one page of this model ({needed} bytes)")
-        self.kernels, self.kernels_why = load_kernels()
+        self.kernels, self.kernels_why = load_kernels(loaded.threads)
         self.arena = np.zeros(memory, np.uint8)  # zeros: the memory is taken page by page, as it is used
         self._k_mean = k_mean if self.planes.codec.k_bits < 16 else None  # plain values are kept as they are
-        means = None if self._k_mean is None else torch.from_numpy(self._k_mean)
-        self._forward = loaded.forward(self.kernels, torch.from_numpy(self.arena), self.planes, means)
+        self._forward = loaded.forward(self.kernels, self.arena, self.planes, self._k_mean)
         self._sampler = Sampler()
 
     def forward(self, batch: Batch) -> Output:
         logits = self._forward.logits(flatten(batch, self.planes.codec))
         sampled = [row for row in batch.rows if row.sampling is not None]
-        if not torch.isfinite(logits.sum(-1)).all():  # argmax over NaN gives a token, too: never a silent wrong answer
-            broken = [row.sampler for scores, row in zip(logits, sampled, strict=True) if not scores.isfinite().all()]
+        with np.errstate(invalid="ignore", over="ignore"):
+            are_finite = np.isfinite(logits.sum(-1))
+        if not are_finite.all():  # argmax over NaN gives a token, too: never a silent wrong answer
+            broken = [row.sampler for is_finite, row in zip(are_finite, sampled, strict=True) if not is_finite]
             raise ArithmeticError(f"the logits of {', '.join(broken)} are not finite")
         wanted = [(row.sampling, row.sampler) for row in sampled if row.sampling is not None]
         tokens = self._sampler.sample(logits, wanted)
-        return Output(tuple(tokens), logits.numpy(), logprobs_of(logits, tokens, [sampling.logprobs for sampling, _ in wanted]))
+        return Output(tuple(tokens), logits, logprobs_of(logits, tokens, [sampling.logprobs for sampling, _ in wanted]))
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Batch) -> F32:
         """Float32 logits behind every token of the step, [tokens, vocab]: what measuring needs, and serving never does."""
         flat = flatten(batch, self.planes.codec)
         return self._forward.logits(replace(flat, wanted=np.arange(len(flat.tokens), dtype=np.int32)))
 
     def warm_up(self) -> None:
-        """Run one small step in the empty arena, so that the first request does not wait for what torch sets up.
+        """Run one small step in the empty arena, so that the first request does not wait for what is set up then.
 
         Raises ModelError if not all of the model attends through pages: it would answer, and remember nothing.
         """
@@ -96,7 +95,7 @@ class TorchBackend:
 
     def describe(self) -> dict[str, str]:
         return {
-            "backend": f"torch {torch.__version__} on cpu, {torch.get_num_threads()} threads",
+            "backend": f"cpu, {self.loaded.threads} threads",
             "kernels": f"{self.kernels.name}: {self.kernels_why}",
             "step": self.loaded.step_why,
             "weights": self.loaded.weights,

@@ -7,11 +7,12 @@ from rewake.backends.torch.kernels.base import AttentionKernels
 __all__ = ["load_kernels"]
 
 
-def load_kernels() -> tuple[AttentionKernels, str]:
-    """The fastest kernels that work here, and why these."""
+def load_kernels(threads: int) -> tuple[AttentionKernels, str]:
+    """The fastest kernels that work here, and why these. Those in torch use as many threads as it has."""
     from rewake.backends.torch.kernels import native
+
+    if kernels := native.load(threads):
+        return kernels, f"the best of {', '.join(native.isas())} here"
     from rewake.backends.torch.kernels.vectorised import VectorisedKernels
 
-    if kernels := native.load():
-        return kernels, f"the best of {', '.join(native.isas())} here"
     return VectorisedKernels(), native.why_unavailable() or ""

@@ -14,19 +14,21 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
+from rewake.backends.torch.kernels.base import F32, U8, LayerAttention, RaggedBatch
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
 
 ISAS = {"amx": 0, "avx512": 1, "avx2": 2, "portable": 3}  # best first, by the library's numbers
 VERSION = 5  # of the interface to the library
+IS_BF16 = {"torch.bfloat16": 1, "torch.float32": 0}  # by name: nobody imports torch for this
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
@@ -105,70 +107,69 @@ def isas() -> list[str]:
     return [name for name, number in ISAS.items() if _library().rw_supported(number)]
 
 
-def load() -> NativeKernels | None:
+def load(threads: int) -> NativeKernels | None:
     """The kernels for the best instruction set, or the one $REWAKE_ISA names; None where `why_unavailable` has a reason."""
-    return None if why_unavailable() else NativeKernels(os.environ.get("REWAKE_ISA") or isas()[0])
+    return None if why_unavailable() else NativeKernels(os.environ.get("REWAKE_ISA") or isas()[0], threads)
 
 
 class NativeKernels:
-    """AttentionKernels on one instruction set."""
+    """AttentionKernels on one instruction set, and so many threads."""
 
-    def __init__(self, isa: str | None = None) -> None:
+    def __init__(self, isa: str | None = None, threads: int = 2) -> None:
         self.isa = isa or isas()[0]
+        self.threads = threads
         assert self.isa in isas(), f"{self.isa} does not run here; {isas()} do"
         self._library = _library()
         self.name = f"native ({self.isa})"
         self._isa = ISAS[self.isa]
         self._layouts: dict[int, tuple[Mapping[int, PageLayout], object, PageLayout]] = {}
 
-    def append(
-        self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor
-    ) -> None:
+    def append(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
         native_layouts, layout = self.layouts_of(layouts)
         v = k if layer.v_is_k_prefix else v
         tokens = batch.append_pages.shape[0]
-        assert k.shape == (tokens, layout.kv_heads, layout.k_dim) and k.dtype in _BF16 and v.dtype in _BF16
+        assert k.shape == (tokens, layout.kv_heads, layout.k_dim)
         assert layer.v_is_k_prefix or v.shape == (tokens, layout.kv_heads, layout.v_dim)
         assert k.stride(2) == v.stride(2) == 1 or not tokens
         refused = self._library.rw_append(
             self._isa,
-            arena.data_ptr(),
-            arena.numel(),
+            arena.ctypes.data,
+            arena.size,
             native_layouts,
             _batch_of(batch),
             layer_of(layer, layout),
             layout.kv_heads,
             *_rows_of(k),
             *_rows_of(v),
-            torch.get_num_threads(),
+            self.threads,
         )
         assert not refused, f"append: bad {REFUSALS[refused]}"
 
-    def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
+    def attend(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
         native_layouts, layout = self.layouts_of(layouts)
         tokens, heads, dim = q.shape
         assert tokens == batch.append_pages.shape[0] and dim == layout.k_dim and heads % layout.kv_heads == 0
-        assert (q.stride(2) == 1 or not tokens) and q.dtype in _BF16
+        assert q.stride(2) == 1 or not tokens
         assert layer.sinks is None or layer.sinks.shape == (heads,)
-        out = torch.empty((tokens, heads, layer.v_dim or layout.v_dim), dtype=q.dtype)
+        out = q.new_empty((tokens, heads, layer.v_dim or layout.v_dim))
         refused = self._library.rw_attend(
             self._isa,
-            arena.data_ptr(),
-            arena.numel(),
+            arena.ctypes.data,
+            arena.size,
             native_layouts,
             _batch_of(batch),
             layer_of(layer, layout),
             heads,
             *_rows_of(q),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         assert not refused, f"attend: bad {REFUSALS[refused]}"
         return out
 
     def step(
         self,
-        arena: Tensor,
+        arena: U8,
         layouts: object,
         batches: Sequence[RaggedBatch],
         plan: Structure,
@@ -176,7 +177,7 @@ class NativeKernels:
         positions: int,
         wanted: int,
         num_wanted: int,
-        logits: npt.NDArray[np.float32],
+        logits: F32,
     ) -> None:
         """The whole step of `plan` (kernels.step), with addresses of its int32 arrays; `layouts` are `layouts_of` them.
 
@@ -184,8 +185,8 @@ class NativeKernels:
         """
         refused = self._library.rw_step(
             self._isa,
-            arena.data_ptr(),
-            arena.numel(),
+            arena.ctypes.data,
+            arena.size,
             layouts,
             (_Batch * len(batches))(*map(_batch_of, batches)),
             ctypes.addressof(plan),
@@ -194,7 +195,7 @@ class NativeKernels:
             wanted,
             num_wanted,
             logits.ctypes.data,
-            torch.get_num_threads(),
+            self.threads,
         )
         assert not refused, f"step: bad {REFUSALS[refused]}"
 
@@ -208,12 +209,9 @@ class NativeKernels:
         return known[1], known[2]
 
 
-_BF16 = {torch.bfloat16: 1, torch.float32: 0}
-
-
 def _rows_of(x: Tensor) -> tuple[int, int, int, int]:
     token, head, _ = x.stride()
-    return x.data_ptr(), token, head, _BF16[x.dtype]
+    return x.data_ptr(), token, head, IS_BF16[str(x.dtype)]
 
 
 def _native_layouts(layouts: Mapping[int, PageLayout]) -> ctypes.Array[_Layout]:
@@ -263,20 +261,20 @@ def _native_batch(batch: RaggedBatch) -> _Batch:
     seqs, max_pages = batch.block_table.shape
     (tokens,) = batch.append_pages.shape
     expected = {
-        "block_table": ((seqs, max_pages), torch.int64),
-        "page_codecs": ((seqs, max_pages), torch.uint8),
-        "query_starts": ((seqs + 1,), torch.int32),
-        "kv_lengths": ((seqs,), torch.int32),
-        "append_pages": ((tokens,), torch.int64),
-        "append_rows": ((tokens,), torch.int32),
-        "append_codecs": ((tokens,), torch.uint8),
+        "block_table": ((seqs, max_pages), np.int64),
+        "page_codecs": ((seqs, max_pages), np.uint8),
+        "query_starts": ((seqs + 1,), np.int32),
+        "kv_lengths": ((seqs,), np.int32),
+        "append_pages": ((tokens,), np.int64),
+        "append_rows": ((tokens,), np.int32),
+        "append_codecs": ((tokens,), np.uint8),
     }
     if batch.residual_table is not None:
-        expected |= {"residual_table": ((seqs, max_pages), torch.int64), "append_residuals": ((tokens,), torch.int64)}
+        expected |= {"residual_table": ((seqs, max_pages), np.int64), "append_residuals": ((tokens,), np.int64)}
     for name, (shape, dtype) in expected.items():
         x = getattr(batch, name)
-        assert x.shape == shape and x.dtype is dtype and x.is_contiguous() and x.device.type == "cpu", name
-    addresses = [getattr(batch, name).data_ptr() for name in expected]
+        assert x.shape == shape and x.dtype == dtype and x.flags.c_contiguous, name
+    addresses = [getattr(batch, name).ctypes.data for name in expected]
     return _Batch(*addresses[:7], seqs, max_pages, tokens, *addresses[7:])
 
 
@@ -293,10 +291,10 @@ def _native_layer(layer: LayerAttention, layout: PageLayout) -> Layer:
     assert layer.v_is_k_prefix == (layout.v_dim == 0)
     assert not layer.v_is_k_prefix or (layer.v_dim is not None and 0 < layer.v_dim <= layout.k_dim)
     for x, shape in ((layer.sinks, None), (layer.k_mean, (layout.kv_heads, layout.k_dim))):
-        assert x is None or (x.dtype is torch.float32 and x.is_contiguous() and (shape is None or x.shape == shape))
+        assert x is None or (x.dtype == np.float32 and x.flags.c_contiguous and (shape is None or x.shape == shape))
     return Layer(
-        None if layer.sinks is None else layer.sinks.data_ptr(),
-        None if layer.k_mean is None else layer.k_mean.data_ptr(),
+        None if layer.sinks is None else layer.sinks.ctypes.data,
+        None if layer.k_mean is None else layer.k_mean.ctypes.data,
         layer.scale,
         layer.soft_cap or 0.0,
         layer.layer,

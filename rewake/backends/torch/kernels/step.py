@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from rewake.backends.torch.kernels import native
-from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
+from rewake.backends.torch.kernels.base import F32, U8, LayerAttention, RaggedBatch
 from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.backends.torch.kernels.packing import GROUP, Matrix
 from rewake.quant import PageLayout
 
 __all__ = ["ACTIVATIONS", "DenseLayer", "DensePlan", "DenseStep", "Weights"]
 
-F32 = npt.NDArray[np.float32]
 FIXED_INPUTS, PLAIN_INPUTS = 1, 2
 LANES = 16  # of the widest vectors: half a head fills whole ones
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -151,13 +149,13 @@ class DenseStep:
         self,
         plan: DensePlan,
         kernels: NativeKernels,
-        arena: Tensor,
+        arena: U8,
         layouts: Mapping[int, PageLayout],
         windows: Sequence[int | None] = (),
-        k_mean: Tensor | None = None,
+        k_mean: F32 | None = None,
         places: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`windows` is each layer's, none being full attention; `k_mean` f32 [layers, kv_heads, head_dim] what K is centred by.
+        """`windows` is each layer's, none being full attention; `k_mean` [layers, kv_heads, head_dim] what K is centred by.
 
         `places`: each layer's slot of a page, and its index in there; none being one slot for all.
         """
@@ -173,7 +171,7 @@ class DenseStep:
                 plan.scale,
                 window=windows[i] if windows else None,
                 soft_cap=plan.soft_cap,
-                k_mean=None if k_mean is None else k_mean[i].contiguous(),
+                k_mean=None if k_mean is None else np.ascontiguousarray(k_mean[i]),
             )
             for i in range(len(plan.layers))
         ]

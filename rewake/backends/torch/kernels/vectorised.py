@@ -9,11 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rewake.backends.torch.kernels.base import LayerAttention, RaggedBatch
+from rewake.backends.torch.kernels.base import I32, I64, U8, LayerAttention, RaggedBatch
 from rewake.quant import PAGE_TOKENS, YOUNG_TOKENS, Field, PageLayout, hadamard
 
 __all__ = ["VectorisedKernels", "decode", "decode_refined", "encode", "encode_residual"]
@@ -24,12 +25,10 @@ class VectorisedKernels:
 
     name = "torch (vectorised)"
 
-    def append(
-        self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor
-    ) -> None:
-        codecs = batch.append_codecs
+    def append(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
+        bytes_of = torch.from_numpy(arena)
         for index, layout in layouts.items():
-            rows = ((codecs == index) & (batch.append_pages >= 0)).nonzero()[:, 0]
+            rows = np.flatnonzero((batch.append_codecs == index) & (batch.append_pages >= 0))
             if len(rows) == 0:
                 continue
             where = Places(layout, layer.layer, batch.append_pages[rows], batch.append_rows[rows])
@@ -38,20 +37,20 @@ class VectorisedKernels:
                 if not fields:
                     continue
                 if len(fields) == 1:
-                    where.put(arena, fields[0], x.to(torch.bfloat16))
+                    where.put(bytes_of, fields[0], x.to(torch.bfloat16))
                     continue
                 bits = layout.codec.k_bits if name == "k" else layout.codec.v_bits
                 arrays = encode(x.float(), bits, layout.group_size)
                 for field, coded in zip(fields, arrays, strict=True):
-                    where.put(arena, field, coded)
+                    where.put(bytes_of, field, coded)
                 if layout.codec.residual_bits:
                     assert batch.append_residuals is not None
                     refined = replace(layout, residuals=True)
                     over = Places(refined, layer.layer, batch.append_residuals[rows], batch.append_rows[rows])
                     field = next(f for f in refined.fields if f.name.startswith(name))
-                    over.put(arena, field, encode_residual(x.float(), *arrays, layout.group_size))
+                    over.put(bytes_of, field, encode_residual(x.float(), *arrays, layout.group_size))
 
-    def attend(self, arena: Tensor, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
+    def attend(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
         starts = batch.query_starts.tolist()
         outputs = [q.new_empty(0, q.shape[1], layer.v_dim or next(iter(layouts.values())).v_dim)]
         for i, length in enumerate(batch.kv_lengths.tolist()):
@@ -61,7 +60,7 @@ class VectorisedKernels:
                 oldest = max(0, start - layer.window + 1) // PAGE_TOKENS if layer.window else 0  # those before may be gone
                 numbers = range(oldest, -(-end // PAGE_TOKENS))
                 pages = [self._page(batch, i, page, start) for page in numbers]
-                k, v = (x[:, : end - oldest * PAGE_TOKENS] for x in read_pages(arena, layouts, layer.layer, pages))
+                k, v = (x[:, : end - oldest * PAGE_TOKENS] for x in read_pages(torch.from_numpy(arena), layouts, layer.layer, pages))
                 rotated = layouts[pages[0][1]].codec.k_bits < 16
                 if layer.v_is_k_prefix:
                     v = prefix_of(k, rotated, layer)
@@ -91,17 +90,17 @@ def prefix_of(k: Tensor, rotated: bool, layer: LayerAttention) -> Tensor:
     """V of a latent cache: K rotated back (the rotation is its own inverse), with its mean, cut to `v_dim`."""
     plain = rotate(k) if rotated else k
     if rotated and layer.k_mean is not None:
-        plain = plain + layer.k_mean[:, None]
+        plain = plain + torch.from_numpy(layer.k_mean)[:, None]
     return plain[..., : layer.v_dim]
 
 
 class Places:
     """Byte addresses in the arena of one layer's rows: page offset + layer + field + (head, row)."""
 
-    def __init__(self, layout: PageLayout, layer: int, pages: Tensor, rows: Tensor) -> None:
+    def __init__(self, layout: PageLayout, layer: int, pages: I64, rows: I32) -> None:
         self.layout = layout
-        self.rows = rows.to(torch.int64)
-        self.layer_at = pages + layer * layout.layer_bytes
+        self.rows = torch.from_numpy(rows).to(torch.int64)
+        self.layer_at = torch.from_numpy(pages) + layer * layout.layer_bytes
         self.field_at = {}
         at = 0
         for field in layout.fields:
@@ -121,7 +120,7 @@ def prepare_k(k: Tensor, layout: PageLayout, layer: LayerAttention) -> Tensor:
     if layout.codec.k_bits == 16:
         return k
     k = k.float()
-    return rotate(k if layer.k_mean is None else k - layer.k_mean)
+    return rotate(k if layer.k_mean is None else k - torch.from_numpy(layer.k_mean))
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -230,14 +229,14 @@ def attention(q: Tensor, q_plain: Tensor, k: Tensor, v: Tensor, rotated: bool, l
     k, v = k.float().repeat_interleave(repeat, 0), v.float().repeat_interleave(repeat, 0)
     logits = q.float().transpose(0, 1) @ k.transpose(1, 2)
     if rotated and layer.k_mean is not None:
-        logits = logits + (q_plain.float().transpose(0, 1) @ layer.k_mean.repeat_interleave(repeat, 0)[..., None])
+        logits = logits + (q_plain.float().transpose(0, 1) @ torch.from_numpy(layer.k_mean).repeat_interleave(repeat, 0)[..., None])
     logits = logits * layer.scale
     if layer.soft_cap is not None:
         logits = layer.soft_cap * torch.tanh(logits / layer.soft_cap)
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf)
     if layer.sinks is not None:
-        logits = torch.cat([logits, layer.sinks[:, None, None].expand(-1, rows, 1)], -1)
+        logits = torch.cat([logits, torch.from_numpy(layer.sinks)[:, None, None].expand(-1, rows, 1)], -1)
     return (logits.softmax(-1)[..., :length] @ v).transpose(0, 1).to(q_plain.dtype)
 
 
