@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewake.agents_cli import address
 from rewake.client import Client
@@ -16,7 +16,9 @@ from rewake.config import Config
 from rewake.errors import ConfigError, DirectoryLocked
 from rewake.logs import begin_logging
 from rewake.terminal import count, say
-from rewake.workflows import Phase, Play, Record, Scenario, Turn, read_scenario, read_texts
+
+if TYPE_CHECKING:
+    from rewake.workflows import Phase, Play, Scenario, Turn
 
 __all__ = ["PLAY_FLAGS", "add_play", "play"]
 
@@ -36,6 +38,8 @@ def add_play(parser: argparse.ArgumentParser) -> None:
 
 
 def play(config: Config, flags: dict[str, Any]) -> int:
+    from rewake.workflows import Play, Record, read_scenario, read_texts  # pydantic among it, which other commands need not wait for
+
     check(flags)
     scenario = read_scenario(flags["scenario"])
     texts = read_texts(scenario, flags["texts"] or flags["scenario"].parent)

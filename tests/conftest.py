@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,15 @@ import pytest
 
 from rewake.models import DEFAULT_MODEL, resolve
 from tests.fakes import EngineHarness
+
+
+@pytest.fixture(scope="module")
+def short_collections() -> Iterator[None]:
+    """For files whose tests have garbage collected often: what others have left in the process is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -29,21 +39,31 @@ def real_model(model_path: Path) -> Any:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     """A random Llama of two layers, with the real tokenizer."""
+    return random_llama(tmp_path_factory.mktemp("tiny"), model_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_eager(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+    """The same with an activation that the native step does not have: transformers runs it."""
+    return random_llama(tmp_path_factory.mktemp("eager"), model_path, hidden_act="relu")
+
+
+def random_llama(folder: Path, tokenizer: Path, **changes: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=1024,
+        **changes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model_path / name, folder)
+        shutil.copy(tokenizer / name, folder)
     return folder
 
 

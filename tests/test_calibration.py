@@ -23,7 +23,7 @@ from rewake.service import load_backend, open_service
 MINE, OTHERS = "a" * 32, "b" * 32
 
 
-def made(fingerprint: str = MINE, seed: int = 0, shape: tuple[int, ...] = (2, 2, 16), q4: float = 0.02) -> Calibration:
+def made(fingerprint: str = MINE, seed: int = 0, shape: tuple[int, ...] = (2, 1, 32), q4: float = 0.02) -> Calibration:
     mean = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
     return Calibration(fingerprint, mean, {"q4": Loss(q4, 0.001, 0.03, 0.9), "k8v4": Loss(0.004, 0.001, 0.01, 0.95)}, "a text")
 
@@ -146,7 +146,7 @@ def test_the_backend_says_what_was_chosen_and_why(tiny: Path) -> None:
         load_backend(config, tiny)
     made(load_model(tiny, 2).fingerprint).save(folder())
     # heads of 16 values are padded to groups of 64
-    assert load_backend(config, tiny).describe()["kv"].startswith("k8v4, 26 bits a value: loses 0.40%")
+    assert load_backend(config, tiny).describe()["kv"].startswith("k8v4, 13 bits a value: loses 0.40%")
     assert load_backend(replace(config, kv_loss=0.03), tiny).describe()["kv"].startswith("q4, ")
     asked = load_backend(replace(config, kv="q4:32"), tiny)
     assert (asked.planes.codec.name, asked.planes.group_size) == ("q4", 32)

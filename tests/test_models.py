@@ -196,7 +196,7 @@ def test_a_folder_is_used_as_it_is(tiny: Path) -> None:
 
     assert resolve(str(tiny)) == tiny and label(str(tiny)) == tiny.name
     backend = load_backend(Config(model=str(tiny), memory=2**20, threads=2), tiny)
-    assert backend.spec.group.kv_heads == 2 and backend.spec.group.k_dim == 16
+    assert backend.spec.group.kv_heads == 1 and backend.spec.group.k_dim == 32
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from rewake.store.shared import Shared
 from tests.fakes import LAYOUT, PLANES, WRONG, EchoBackend, Pending, expected_answer
 from tests.test_engine import prompt
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 NAMES = ("ant", "bee", "cat")
 PAGES = 60  # of the arena, for all models
 

@@ -98,7 +98,7 @@ def test_a_second_signal_ends_it_at_once_and_harms_nothing(tmp_path: Path, secon
 
 @pytest.fixture
 def forty(tmp_path: Path, real_model: Any, kv: str) -> Iterator[EngineHarness]:
-    backend = ShadowBackend(torch_backend(real_model, kv, 4 * 4))
+    backend = ShadowBackend(torch_backend(real_model, kv, 4 * 2))
     sign = signature(backend.facts())
     made = EngineHarness(tmp_path, backend, signature=sign, trace=backend.trace)
     yield made
@@ -108,7 +108,7 @@ def forty(tmp_path: Path, real_model: Any, kv: str) -> Iterator[EngineHarness]:
 def test_forty_agents_under_a_budget_for_four(forty: EngineHarness) -> None:
     """Claim 2: what is attended is exactly what was appended, whatever was evicted and loaded meanwhile."""
     rng = np.random.default_rng(0)
-    prompts = {f"agent{i}": rng.integers(20, 49000, 1000).tolist() for i in range(40)}
+    prompts = {f"agent{i}": rng.integers(20, 49000, 300).tolist() for i in range(40)}
     pendings = {name: forty.submit(prompt, name, max_tokens=4) for name, prompt in prompts.items()}
     answers = {}
     for name, pending in pendings.items():
@@ -120,7 +120,7 @@ def test_forty_agents_under_a_budget_for_four(forty: EngineHarness) -> None:
         assert pending.match.kind == "extend" and pending.match.computed_tokens == 2
         loaded += pending.match.loaded_tokens > 0
     assert loaded >= 6, "most of them had to come back from disk"
-    assert forty.backend.num_compared > 40_000
+    assert forty.backend.num_compared > 12_000
 
 
 def test_a_flipped_byte_is_noticed_and_recomputed(tmp_path: Path, real_model: Any, kv: str) -> None:

@@ -20,6 +20,8 @@ from rewake.errors import Cancelled, ContextLengthExceeded, NotFound
 from rewake.request import Sampling
 from rewake.services import Services
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 CHAT = Chat([{"role": "user", "content": "Tell me of a river, a stone and a lamp."}])
 
 

@@ -33,6 +33,8 @@ from rewake.logs import Json, Text, request_id
 from rewake.service import Service, open_service
 from tests.server import only
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 CHUNK = 64
 Body = dict[str, Any]
 

@@ -130,7 +130,7 @@ def test_the_mean_is_that_of_transformers_keys(tiny: Path) -> None:
     with torch.inference_mode():
         cache = model(torch.tensor(windows)[:, :-1], use_cache=True).past_key_values
     keys = np.stack([layer.keys[0].float().mean(1).numpy() for layer in cache.layers])
-    assert mean.shape == keys.shape == (2, 2, 16)
+    assert mean.shape == keys.shape == (2, 1, 32)
     np.testing.assert_allclose(mean, keys, atol=2e-3)
 
 
@@ -149,7 +149,7 @@ def test_the_default_model_comes_calibrated(real_model: Any) -> None:
 
 def test_the_mean_is_a_fact_of_coded_pages_only(tiny: Path) -> None:
     loaded = load_model(tiny, threads=2)
-    mean = np.zeros((2, 2, 16), np.float32)
+    mean = np.zeros((2, 1, 32), np.float32)
     without, zero, other = (torch_backend(loaded, "q4", 1, m).facts() for m in (None, mean, mean + 1))
     assert "centring" not in without and zero["centring"] != other["centring"]
     assert {k: v for k, v in zero.items() if k != "centring"} == without

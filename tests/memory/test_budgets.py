@@ -187,13 +187,18 @@ def full(*_: object) -> int:
 
 
 class SlowFiles(Files):
-    """A disk that takes its time."""
+    """A disk that takes its time, and stands still until it is told to go on."""
 
     write_seconds = 0.0
     read_seconds = 0.0
 
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.go_on.set()
+
     def sync(self, fd: int) -> None:
         time.sleep(self.write_seconds)
+        assert self.go_on.wait(60)
 
     def read(self, path: Path, offset: int, into: memoryview) -> int:
         time.sleep(self.read_seconds)
@@ -206,19 +211,23 @@ def test_prompts_wait_for_a_slow_disk_and_tokens_do_not(tmp_path: Path) -> None:
     harness = EngineHarness(tmp_path, num_pages=40, files=files, chunk=PAGE_TOKENS)
     talker = harness.submit(prompt(20, seed=1), "talker", max_tokens=200)
     talker.first_token.wait(10)
-    files.write_seconds = 0.05
+    files.go_on.clear()
     most = 0
 
     def watch(batch: Any) -> None:
         nonlocal most
         assert harness.memory.ledger.writer is not None
         most = max(most, harness.memory.ledger.writer.waiting_bytes)
-        time.sleep(0.001)
 
     harness.backend.before_step = watch
     readers = [harness.submit(prompt(6 * PAGE_TOKENS, seed=i), f"r{i}", max_tokens=1) for i in range(5)]
+    for _ in range(3000):
+        if len(talker.tokens) == 200:
+            break
+        time.sleep(0.01)
+    assert len(talker.tokens) == 200 and not all(r.first_token.is_set() for r in readers), "tokens went on while prompts waited"
+    files.go_on.set()
     assert talker.result(30).num_generated == 200
-    assert not all(r.first_token.is_set() for r in readers), "tokens went on while prompts waited"
     for i, reader in enumerate(readers):
         assert reader.result(30).saved and reader.tokens == expected_answer(prompt(6 * PAGE_TOKENS, seed=i), 1)
     assert most <= len(harness.memory.residency.arena) // 2 + 2 * FILE
