@@ -1,7 +1,7 @@
 // AVX2 with FMA and F16C: 8 lanes. Included inside a namespace, with the target switched on.
 
 constexpr int W = 8;
-constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 2, LINEAR_ROWS = 4;
+constexpr int QK_ROWS = 4, PV_ROWS = 2, FUSED_ROWS = 3, LINEAR_ROWS = 4;
 typedef float VF __attribute__((vector_size(32)));
 typedef int32_t VI __attribute__((vector_size(32)));
 
