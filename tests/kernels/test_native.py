@@ -23,7 +23,7 @@ if native.why_unavailable():
 # attention and appending are those of AVX-512 where there are tile registers, too: only products differ (see test_native_step)
 @pytest.fixture(params=[isa for isa in native.isas() if isa != "amx"], scope="module")
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    return NativeKernels(request.param)
+    return NativeKernels(request.param, 2)
 
 
 def attend(world: World, kernels: NativeKernels) -> torch.Tensor:

@@ -216,6 +216,16 @@ def floats(x: Any) -> F32:
     return found
 
 
+def bfloat16_bits(x: Any) -> npt.NDArray[np.uint16]:
+    """An array or a tensor, rounded to bfloat16 if it is not that."""
+    if isinstance(x, np.ndarray):
+        return f32_to_bf16(floats(x))
+    import torch
+
+    found: npt.NDArray[np.uint16] = x.bfloat16().view(torch.uint16).numpy()
+    return found
+
+
 class Source:
     """The weights of a folder, by our names."""
 
@@ -242,7 +252,7 @@ class Source:
             return coded(BLOCKS[kind](np.asarray(x)))
         if self._bits:  # a token's few bits of embedding and head cost more than a layer's
             return coded(quantise(floats(x), 8 if is_vocabulary else self._bits))
-        return plain(f32_to_bf16(floats(x)))
+        return plain(bfloat16_bits(x))
 
     def norm(self, name: str, layer: int | None = None) -> F32 | None:
         found = self._vector(name, layer) if layer is None or name in self._names else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator, default_rng
 
 from rewake.request import Constraint, Logprobs, Sampling
 
@@ -25,7 +25,7 @@ LEAST_TOP_P = 1e-9  # the best token is always in
 class Stream:
     """What one sequence's draws depend on beside the logits: its random numbers, and the tokens drawn before."""
 
-    random: np.random.Generator
+    random: Generator
     seen: Counter[int] = field(default_factory=Counter)
 
 
@@ -93,8 +93,7 @@ class Sampler:
 
     def _stream(self, name: str, seed: int | None) -> Stream:
         if name not in self._streams:
-            entropy = int.from_bytes(os.urandom(16)) if seed is None else seed % 2**64  # seeds may be negative
-            self._streams[name] = Stream(np.random.default_rng(entropy))
+            self._streams[name] = Stream(default_rng(None if seed is None else seed % 2**64))  # seeds may be negative
         return self._streams[name]
 
     def forget(self, name: str) -> None:

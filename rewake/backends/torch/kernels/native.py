@@ -115,9 +115,8 @@ def load(threads: int) -> NativeKernels | None:
 class NativeKernels:
     """AttentionKernels on one instruction set, and so many threads."""
 
-    def __init__(self, isa: str | None = None, threads: int = 2) -> None:
-        self.isa = isa or isas()[0]
-        self.threads = threads
+    def __init__(self, isa: str, threads: int) -> None:
+        self.isa, self.threads = isa, threads
         assert self.isa in isas(), f"{self.isa} does not run here; {isas()} do"
         self._library = _library()
         self.name = f"native ({self.isa})"
