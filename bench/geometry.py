@@ -243,7 +243,7 @@ def through_transformers(name: str, geometry: Mapping[str, Any], reason: str, th
 
 
 def of_size(engine: Engine, geometry: Geometry, size: int) -> Row:
-    prompt, agent = tokens("context", size), f"agent-{size}"
+    prompt, agent = tokens(f"context of {size}", size), f"agent-{size}"
     cold, done = ask(engine, prompt, agent, DECODED)
     assert done.match.computed_tokens == size, done.match
     evict(engine)
