@@ -22,8 +22,10 @@ PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 Row = Mapping[str, Any]
 PHASES = ("Interrogation of Marco", "Interrogation of Danny", "The yard", "Final reckoning", "The verdict")  # of examples/scenarios
+SIZES = ("llama-3.1-8b", "gemma-3-12b", "deepseek-v2-lite")
 MEASURED_BY = {  # the command that makes each result
     "ttft": "bench.ttft",
+    **{name: f"bench.ttft --geometry {name}" for name in SIZES},
     "longctx": "bench.longctx",
     "together": "bench.concurrency --only together",
     "arrivals": "bench.concurrency --only arrival --only staggered",
@@ -89,6 +91,13 @@ def ttft(results: Results) -> list[str]:
         *(["![TTFT](images/ttft.svg)"] if results.rows("ttft") else []),
         "The paper's table 3 (warm: from disk):",
         markdown(theirs),
+    ]
+
+
+def sizes(results: Results) -> list[str]:
+    return [
+        "The paper's models with random weights of 4 bits, beside its own times; its GPU has some hundred times the arithmetic of two cores.",
+        markdown(row for name in SIZES for row in results.rows(name)),
     ]
 
 
@@ -221,6 +230,7 @@ def of_16_bits(results: Results) -> dict[str, tuple[float, float]]:
 
 SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...] = (
     ("Time to the first token", ("ttft",), ttft),
+    ("The paper's sizes", SIZES, sizes),
     ("Long contexts", ("longctx",), long_context),
     ("Many agents at once", ("together",), pairs),
     ("Staggered arrivals", ("arrivals",), staggered),

@@ -9,6 +9,7 @@ from bench.paper import MEASURED_BY, PAGE, RESULTS, Results, ablation, page
 
 TABLES = (
     "Time to the first token",
+    "The paper's sizes",
     "Many agents at once",
     "Staggered arrivals",
     "Capacity",
