@@ -96,8 +96,8 @@ def ttft(results: Results) -> list[str]:
 
 def sizes(results: Results) -> list[str]:
     return [
-        "The paper's models with random weights of 4 bits, beside its own times; its GPU has some hundred times the arithmetic of two cores.",
-        markdown(row for name in SIZES for row in results.rows(name)),
+        "The paper's models with random weights of 4 bits, beside its own times, which are from a GPU.",
+        markdown({k: v for k, v in row.items() if v} for name in SIZES for row in results.rows(name)),
     ]
 
 
