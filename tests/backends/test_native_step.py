@@ -141,6 +141,20 @@ def test_plain_weights_are_as_near(model_path: Path, tmp_path: Path, ids: list[i
     assert mean_kl(want[[c - 1 for c in cuts]], steps(torch_backend(loaded, "bf16", 2), ids, cuts)) < 2e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_safetensors_of_any_float_are_bfloat16(tmp_path: Path, dtype: torch.dtype) -> None:
+    """numpy reads some of them, torch the others; more rows than are rounded at a time."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny("Llama", tmp_path, intermediate_size=640)
+    weights = {name: x.to(dtype) if x.ndim == 2 else x.float() for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    plan = load_model(folder, threads=2).plan
+    assert plan is not None
+    want = weights["model.layers.0.mlp.up_proj.weight"].bfloat16().view(torch.uint16).numpy()
+    assert np.array_equal(plan.layers[0].up.matrix.data, plain(want).data)
+
+
 @pytest.mark.parametrize(("weights", "loss"), [("q8", 0.002), ("q4", 0.3)])
 def test_weights_are_coded_on_load_when_asked(model_path: Path, tmp_path: Path, ids: list[int], weights: str, loss: float) -> None:
     """As near to transformers with the very weights that the codes stand for; what coding them loses is bounded loosely."""

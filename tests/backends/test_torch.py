@@ -231,9 +231,10 @@ def test_a_bias_and_penalties_shift_what_is_drawn() -> None:
 
 @pytest.mark.parametrize("top_p", [1e-50, 0.1, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
-def test_the_nucleus_is_that_of_the_whole_vocabulary(top_p: float, spread: float) -> None:
-    """Beside a sort of everything; the sums' last bits may move its end by a token."""
-    probabilities = softmax(spread * normal(5000))
+@pytest.mark.parametrize("size", [5000, 262144])
+def test_the_nucleus_is_that_of_the_whole_vocabulary(top_p: float, spread: float, size: int) -> None:
+    """Beside a sort of everything; the sums' last bits may move its end by a token. In float32 they would be thousands off."""
+    probabilities = softmax(spread * normal(size))
     weights, tokens = candidates(probabilities, Sampling(top_p=top_p))
     order = np.argsort(-probabilities, kind="stable")
     count = int((np.cumsum(probabilities[order], dtype=np.float64) - probabilities[order] < top_p).sum())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rewake.backends.base import Batch, Row
 from rewake.backends.torch.loader import LoadedModel
@@ -35,6 +36,7 @@ Say = Callable[[str], None]
 
 def calibrate(loaded: LoadedModel, text: Sequence[int] | None, name: str, say: Say) -> Calibration:
     """Measure `loaded` on the token ids of a text called `name`, or on its own writing. Raises ModelError for a text that is too short."""
+    torch.set_num_threads(loaded.threads)
     if text is None:
         say(f"{DOCUMENTS} documents of {LENGTH} tokens are written by the model ...")
         text, name = write_documents(loaded, DOCUMENTS, LENGTH), f"{TOKENS} tokens of its own writing"

@@ -28,6 +28,7 @@ __all__ = ["CODED", "TOP", "completed", "frequencies", "is_gemma", "load_dense",
 CODED = "coded/weights.safetensors"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 ROTARY = ("default", "linear", "llama3")
+ROUNDED = 256  # rows at a time: rounding a whole vocabulary at once would take ten times the memory of the result
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "rms_norm_eps", "vocab_size")
 F32 = npt.NDArray[np.float32]
 
@@ -145,7 +146,7 @@ def frequencies(rope: Mapping[str, Any], dim: int) -> F32:
 def load_dense(path: Path, config: Mapping[str, Any], bits: int = 0, threads: int = 1) -> DensePlan:
     """The plan of the model in `path`; safetensors are coded in `bits` bits, if that is not 0. Raises ModelError if weights are missing."""
     config = completed(config)
-    return plan_of(config, Source(path, config, bits), threads)
+    return plan_of(config, Source(path, config, bits, threads), threads)
 
 
 class NamedWeights(Protocol):
@@ -201,38 +202,46 @@ def required(x: F32 | None, what: str) -> F32:
     return x
 
 
-def open_weights(file: Path) -> Any:
-    """A safetensors file, through numpy if it can: it has no bfloat16, for which there is torch, whose import takes a second or two."""
+def open_weights(file: Path, threads: int) -> Any:
+    """A safetensors file, through numpy if it can: floats it does not have are for torch, whose import takes a second or two."""
     from safetensors import safe_open
 
     opened: Any = safe_open(file, framework="numpy")
-    has_bfloat16 = any(opened.get_slice(name).get_dtype() == "BF16" for name in opened.keys())  # noqa: SIM118 (not a mapping)
-    return safe_open(file, framework="pt") if has_bfloat16 else opened
+    if not any(opened.get_slice(name).get_dtype().startswith(("BF16", "F8")) for name in opened.keys()):  # noqa: SIM118 (not a mapping)
+        return opened
+    import torch
+
+    torch.set_num_threads(threads)
+    return safe_open(file, framework="pt")
 
 
 def floats(x: Any) -> F32:
     """An array or a tensor as float32."""
-    found: F32 = x.astype(np.float32) if isinstance(x, np.ndarray) else x.float().numpy()
+    found: F32 = x.astype(np.float32, copy=False) if isinstance(x, np.ndarray) else x.float().numpy()
     return found
 
 
 def bfloat16_bits(x: Any) -> npt.NDArray[np.uint16]:
     """An array or a tensor, rounded to bfloat16 if it is not that."""
+    found: npt.NDArray[np.uint16]
     if isinstance(x, np.ndarray):
-        return f32_to_bf16(floats(x))
+        found = np.empty(x.shape, np.uint16)
+        for row in range(0, len(x), ROUNDED):
+            found[row : row + ROUNDED] = f32_to_bf16(floats(x[row : row + ROUNDED]))
+        return found
     import torch
 
-    found: npt.NDArray[np.uint16] = x.bfloat16().view(torch.uint16).numpy()
+    found = x.bfloat16().view(torch.uint16).numpy()
     return found
 
 
 class Source:
     """The weights of a folder, by our names."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], bits: int = 0) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], bits: int, threads: int) -> None:
         coded_file = path / CODED
         self._path = coded_file.parent if coded_file.is_file() else path
-        files: list[Any] = [open_weights(file) for file in sorted(self._path.glob("*.safetensors"))]
+        files: list[Any] = [open_weights(file, threads) for file in sorted(self._path.glob("*.safetensors"))]
         if not files:
             raise ModelError(f"{path} has no safetensors files: other formats of weights are not read")
         self._blocks = {name: kind for file in files for name, kind in json.loads((file.metadata() or {}).get("blocks", "{}")).items()}

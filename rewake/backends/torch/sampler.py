@@ -152,5 +152,5 @@ def likeliest(values: npt.NDArray[np.floating], count: int) -> I64:
 
 def nucleus(weights: F32, top_p: float, total: float | None = None) -> F32:
     """Weights, best first, without those behind `top_p` of the `total`."""
-    before = (weights.cumsum() - weights) / (weights.sum() if total is None else total)
+    before = (weights.cumsum(dtype=np.float64) - weights) / (weights.sum() if total is None else total)
     return np.where(before < max(top_p, LEAST_TOP_P), weights, np.float32(0))
