@@ -145,7 +145,7 @@ def test_the_backend_says_what_was_chosen_and_why(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"run `rewake calibrate --model"):
         load_backend(config, tiny)
     made(load_model(tiny, 2).fingerprint).save(folder())
-    # heads of 16 values are padded to groups of 64
+    # heads of 32 values are padded to groups of 64
     assert load_backend(config, tiny).describe()["kv"].startswith("k8v4, 13 bits a value: loses 0.40%")
     assert load_backend(replace(config, kv_loss=0.03), tiny).describe()["kv"].startswith("q4, ")
     asked = load_backend(replace(config, kv="q4:32"), tiny)

@@ -21,7 +21,7 @@ from rewake.store.base import StoredFile
 from rewake.store.crypto import Cipher
 from rewake.store.directory import UNLIMITED, Directory
 from rewake.store.files import Files
-from tests.fakes import LAYOUT, PLANES, EchoBackend, EngineHarness, expected_answer
+from tests.fakes import LAYOUT, PLANES, EchoBackend, EngineHarness, Pending, expected_answer
 from tests.memory.test_agents import do, show, talk
 from tests.test_engine import prompt
 
@@ -187,18 +187,9 @@ def full(*_: object) -> int:
 
 
 class SlowFiles(Files):
-    """A disk that takes its time, and stands still until it is told to go on."""
+    """A disk that takes its time."""
 
-    write_seconds = 0.0
     read_seconds = 0.0
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def sync(self, fd: int) -> None:
-        time.sleep(self.write_seconds)
-        assert self.go_on.wait(60)
 
     def read(self, path: Path, offset: int, into: memoryview) -> int:
         time.sleep(self.read_seconds)
@@ -207,11 +198,13 @@ class SlowFiles(Files):
 
 def test_prompts_wait_for_a_slow_disk_and_tokens_do_not(tmp_path: Path) -> None:
     """Back-pressure: what waits to be written is bounded; who decodes goes on."""
-    files = SlowFiles()
+    files, go = StoppedFiles(), threading.Event()
+    files.go = go
+    go.set()
     harness = EngineHarness(tmp_path, num_pages=40, files=files, chunk=PAGE_TOKENS)
     talker = harness.submit(prompt(20, seed=1), "talker", max_tokens=200)
     talker.first_token.wait(10)
-    files.go_on.clear()
+    go.clear()
     most = 0
 
     def watch(batch: Any) -> None:
@@ -221,12 +214,9 @@ def test_prompts_wait_for_a_slow_disk_and_tokens_do_not(tmp_path: Path) -> None:
 
     harness.backend.before_step = watch
     readers = [harness.submit(prompt(6 * PAGE_TOKENS, seed=i), f"r{i}", max_tokens=1) for i in range(5)]
-    for _ in range(3000):
-        if len(talker.tokens) == 200:
-            break
-        time.sleep(0.01)
-    assert len(talker.tokens) == 200 and not all(r.first_token.is_set() for r in readers), "tokens went on while prompts waited"
-    files.go_on.set()
+    wait_for_tokens(talker, 200)
+    assert not all(r.first_token.is_set() for r in readers), "tokens went on while prompts waited"
+    go.set()
     assert talker.result(30).num_generated == 200
     for i, reader in enumerate(readers):
         assert reader.result(30).saved and reader.tokens == expected_answer(prompt(6 * PAGE_TOKENS, seed=i), 1)
@@ -405,14 +395,20 @@ def test_tokens_flow_while_the_disk_stands_still(tmp_path: Path) -> None:
     files.go = go
     harness = EngineHarness(tmp_path, files=files)
     pending = harness.submit(prompt(200), "a", max_tokens=700)
-    for _ in range(400):
-        time.sleep(0.05)
-        if len(pending.tokens) == 700:
-            break
-    assert len(pending.tokens) == 700 and pending.tokens == expected_answer(prompt(200), 700)
+    wait_for_tokens(pending, 700)
+    assert pending.tokens == expected_answer(prompt(200), 700)
     go.set()
     assert pending.result().saved
     harness.close()
+
+
+def wait_for_tokens(pending: Pending, count: int) -> None:
+    """All of an answer has come, saved or not."""
+    for _ in range(400):
+        if len(pending.tokens) == count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(pending.tokens)} tokens instead of {count}")
 
 
 class StoppedFiles(Files):

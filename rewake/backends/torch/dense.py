@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import safe_open
 
 from rewake.backends.torch.blocks import BLOCKS, quantise
+from rewake.backends.torch.kernels.base import F32
 from rewake.backends.torch.kernels.packing import Matrix, coded, plain
 from rewake.backends.torch.kernels.step import ACTIVATIONS, DenseLayer, DensePlan, Weights, why_unfit
 from rewake.errors import ModelError
@@ -30,7 +32,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 ROTARY = ("default", "linear", "llama3")
 ROUNDED = 256  # rows at a time: rounding a whole vocabulary at once would take ten times the memory of the result
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "rms_norm_eps", "vocab_size")
-F32 = npt.NDArray[np.float32]
 
 # Names of weights: as in the Hub's folders, and as in GGUF files.
 TOP = {"embedding": ("model.embed_tokens", "token_embd"), "head": ("lm_head", "output"), "norm": ("model.norm", "output_norm")}
@@ -204,8 +205,6 @@ def required(x: F32 | None, what: str) -> F32:
 
 def open_weights(file: Path, threads: int) -> Any:
     """A safetensors file, through numpy if it can: floats it does not have are for torch, whose import takes a second or two."""
-    from safetensors import safe_open
-
     opened: Any = safe_open(file, framework="numpy")
     if not any(opened.get_slice(name).get_dtype().startswith(("BF16", "F8")) for name in opened.keys()):  # noqa: SIM118 (not a mapping)
         return opened

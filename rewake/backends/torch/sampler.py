@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator, default_rng
 
+from rewake.backends.torch.kernels.base import F32, I64
 from rewake.request import Constraint, Logprobs, Sampling
 
 __all__ = ["Sampler", "logprobs_of"]
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
 
 COLDEST = 1e-5  # below, the best token is all there is, and quotients overflow
 LEAST_TOP_P = 1e-9  # the best token is always in

@@ -18,7 +18,7 @@ from rewake.quant import PageLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionKernels", "LayerAttention", "RaggedBatch"]
+__all__ = ["F32", "I32", "I64", "U8", "AttentionKernels", "LayerAttention", "RaggedBatch"]
 
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]

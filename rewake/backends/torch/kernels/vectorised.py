@@ -26,7 +26,7 @@ class VectorisedKernels:
     name = "torch (vectorised)"
 
     def append(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
-        bytes_of = torch.from_numpy(arena)
+        into = torch.from_numpy(arena)
         for index, layout in layouts.items():
             rows = np.flatnonzero((batch.append_codecs == index) & (batch.append_pages >= 0))
             if len(rows) == 0:
@@ -37,18 +37,18 @@ class VectorisedKernels:
                 if not fields:
                     continue
                 if len(fields) == 1:
-                    where.put(bytes_of, fields[0], x.to(torch.bfloat16))
+                    where.put(into, fields[0], x.to(torch.bfloat16))
                     continue
                 bits = layout.codec.k_bits if name == "k" else layout.codec.v_bits
                 arrays = encode(x.float(), bits, layout.group_size)
                 for field, coded in zip(fields, arrays, strict=True):
-                    where.put(bytes_of, field, coded)
+                    where.put(into, field, coded)
                 if layout.codec.residual_bits:
                     assert batch.append_residuals is not None
                     refined = replace(layout, residuals=True)
                     over = Places(refined, layer.layer, batch.append_residuals[rows], batch.append_rows[rows])
                     field = next(f for f in refined.fields if f.name.startswith(name))
-                    over.put(bytes_of, field, encode_residual(x.float(), *arrays, layout.group_size))
+                    over.put(into, field, encode_residual(x.float(), *arrays, layout.group_size))
 
     def attend(self, arena: U8, layouts: Mapping[int, PageLayout], batch: RaggedBatch, layer: LayerAttention, q: Tensor) -> Tensor:
         starts = batch.query_starts.tolist()
