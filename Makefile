@@ -30,7 +30,7 @@ demo: install
 
 # two processes, each file in one of them; where they outnumber the cores, threads that wait should not spin
 test: $(TOOLS)
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-native:
 	mkdir -p build

@@ -13,6 +13,13 @@ import pytest
 from rewake.models import DEFAULT_MODEL, resolve
 from tests.fakes import EngineHarness
 
+SLOW = "test_wake test_concurrency test_native_step test_tools test_several_models test_play test_gemma".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first: of two processes, neither has one left when the other is done."""
+    items.sort(key=lambda item: item.path.stem not in SLOW)
+
 
 @pytest.fixture(scope="module")
 def short_collections() -> Iterator[None]:
