@@ -101,6 +101,17 @@ def test_whoever_does_not_say_who_they_are_gets_the_longest_remembered_prefix(ha
     assert harness.ask(text).match.kind == "exact"
 
 
+def test_what_is_in_memory_hides_nothing_longer_on_disk(harness: EngineHarness) -> None:
+    """R6: a beginning was read again, and goes on another way; all of the longer text is still found."""
+    text = prompt(900)
+    longer = [*text, *harness.ask(text, "a").tokens, 5]
+    harness.restart()
+    assert harness.ask([*text[:600], 7], "b").match.reused_tokens == 600
+    pending = harness.ask(longer, "c")
+    assert pending.match.computed_tokens == 2 and pending.match.loaded_tokens > 0, "the last token of an answer, and the new one"
+    assert pending.tokens == expected_answer(longer, 4)
+
+
 def test_agents_are_served_in_order_one_request_at_a_time(harness: EngineHarness) -> None:
     """W8."""
     text = prompt(40)

@@ -59,6 +59,33 @@ def test_killed_evicted_and_restarted_agents_continue_bit_for_bit(tmp_path: Path
     assert json.loads(replayed.stdout.splitlines()[-1])["steps"] > 50
 
 
+def test_other_settings_find_the_same_memories(tmp_path: Path) -> None:
+    """R9, R2, and claim 1: context, rows a step, chunk, threads, budgets and port are others; the second began where the first was."""
+    talks = {name: [{"role": "user", "content": story(i, 30)}] for i, name in enumerate(("first", "second"))}
+    with ServerProcess(tmp_path / "data", "--memory", "200MiB", "--context", "4096", "--max-running", "8") as server:
+        answers = {name: server.chat(name, messages, max_tokens=8)[0] for name, messages in talks.items()}
+        server.stop()
+        server.flags = (
+            "--memory",
+            "120MiB",
+            "--context",
+            "2048",
+            "--max-running",
+            "2",
+            "--chunk",
+            "128",
+            "--disk",
+            "2GiB",
+            "--threads",
+            "1",
+        )
+        server.start()
+        for name, messages in talks.items():
+            text, report = server.chat(name, messages, max_tokens=8)
+            assert (report["match"], report["computed_tokens"]) == ("exact", 1) and report["loaded_tokens"] == report["reused_tokens"]
+            assert text == answers[name]
+
+
 def test_sigterm_in_the_middle_of_an_answer_ends_it_with_an_error_and_keeps_what_was_computed(tmp_path: Path) -> None:
     """D3, A8."""
     messages = [{"role": "user", "content": "Count to one thousand, slowly."}]

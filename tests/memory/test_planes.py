@@ -121,7 +121,7 @@ def test_an_agent_is_rewound_and_forked_to_any_length(harness: EngineHarness) ->
 
 
 def test_without_a_disk_a_dropped_window_is_computed_again() -> None:
-    """The usable prefix is the least of all planes: an edit whose window is gone begins where one is left, or anew."""
+    """W9: the usable prefix is the least of all planes; an edit whose window is gone begins where one is left, or anew."""
     harness = EngineHarness(None, num_pages=6, window=WINDOW)
     told = text(1, 1200)
     told += ask(harness, told, "a").tokens
@@ -306,7 +306,7 @@ def test_every_verb_holds_across_settling_and_restart(settling: EngineHarness) -
 
 
 def test_without_a_disk_what_needs_lost_residuals_is_computed_again() -> None:
-    """The usable prefix is the least of all planes: an edit that sees lost residuals goes back to page 0, which keeps its own."""
+    """W9: the usable prefix is the least of all planes; an edit that sees lost residuals goes back to page 0, which keeps its own."""
     harness = EngineHarness(None, num_pages=8, young=True)
     told = text(1, 1200)
     told += ask(harness, told, "a").tokens
