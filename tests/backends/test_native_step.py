@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rewake.backends.torch.blocks import BLOCKS, quantise
 from rewake.backends.torch.dense import CODED, completed, frequencies, why_not_dense
 from rewake.backends.torch.eager import working_dtype
 from rewake.backends.torch.kernels import native
-from rewake.backends.torch.kernels.packing import Codes, coded, plain
+from rewake.backends.torch.kernels.packing import LINE, ROOM, Codes, Matrix, Room, coded, plain
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.measure import tables_of
 from rewake.backends.torch.model import TorchBackend
@@ -427,6 +429,22 @@ def test_packed_plain_weights_are_pairs_of_columns() -> None:
     for output, column in ((0, 0), (17, 31), (5, 6), (16, 12)):
         pair, half = column // 8 * 4 + column % 4, column % 8 // 4
         assert pairs[output // 16, pair, output % 16, half] == values[output, column]
+
+
+def test_matrices_lie_one_behind_the_other_each_from_the_start_of_a_cache_line() -> None:
+    """Two threads place some at once, of sizes that are no multiple of a line, and one that is larger than what is taken at a time."""
+    rng = np.random.default_rng(0)
+    sizes = [*rng.integers(1, 300_000, 300).tolist(), ROOM + 1]
+    matrices = [Matrix(rng.integers(0, 256, size).astype(np.uint8), 16, 32, 0) for size in sizes]
+    room = Room()
+    with ThreadPoolExecutor(2) as threads:
+        placed = list(threads.map(room.place, matrices))
+    starts = [matrix.data.ctypes.data for matrix in placed]
+    assert all(start % LINE == 0 for start in starts)
+    ordered = sorted(zip(starts, sizes, strict=True))
+    assert all(start + size <= behind for (start, size), (behind, _) in pairwise(ordered))
+    for matrix, original in zip(placed, matrices, strict=True):
+        assert np.array_equal(matrix.data, original.data) and (matrix.outputs, matrix.inputs, matrix.kind) == (16, 32, 0)
 
 
 BLOCK_BYTES = {

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from safetensors import safe_open
 
 from rewake.backends.torch.blocks import BLOCKS, quantise
 from rewake.backends.torch.kernels.base import F32
-from rewake.backends.torch.kernels.packing import Matrix, coded, plain
+from rewake.backends.torch.kernels.packing import Matrix, Room, coded, plain
 from rewake.backends.torch.kernels.step import ACTIVATIONS, DenseLayer, DensePlan, Weights, why_unfit
 from rewake.errors import ModelError
 from rewake.quant import f32_to_bf16
@@ -161,10 +162,14 @@ class NamedWeights(Protocol):
 def plan_of(config: Mapping[str, Any], source: NamedWeights, threads: int = 1) -> DensePlan:
     """A `completed` config and its weights as a plan, packed by so many threads."""
     ropes, kinds = rotations(config), config.get("layer_types") or []
-    names = list(ropes)
+    names, room = list(ropes), Room()
+
+    def weights(name: str, layer: int | None = None) -> Weights:
+        found = source.weights(name, layer)
+        return replace(found, matrix=room.place(found.matrix))
 
     def layer(i: int) -> DenseLayer:
-        q, k, v, o, gate, up, down = (source.weights(name, i) for name in ("q", "k", "v", "o", "gate", "up", "down"))
+        q, k, v, o, gate, up, down = (weights(name, i) for name in ("q", "k", "v", "o", "gate", "up", "down"))
         return DenseLayer(
             *(q, k, v, o, gate, up, down),
             attention_norm=required(source.norm("attention_norm", i), f"attention_norm of layer {i}"),
@@ -176,13 +181,13 @@ def plan_of(config: Mapping[str, Any], source: NamedWeights, threads: int = 1) -
             rotation=names.index(kinds[i]) if len(names) > 1 else 0,
         )
 
-    embedding, dim = source.weights("embedding"), head_dim(config)
+    embedding, dim = weights("embedding"), head_dim(config)
     with ThreadPoolExecutor(threads) as pool:  # numpy lets others work while it packs
         layers = list(pool.map(layer, range(int(config["num_hidden_layers"]))))
     return DensePlan(
         layers=layers,
         embedding=embedding,
-        head=embedding if config.get("tie_word_embeddings") else source.weights("head"),
+        head=embedding if config.get("tie_word_embeddings") else weights("head"),
         norm=required(source.norm("norm"), "norm"),
         frequencies=np.stack([frequencies(rope, dim) for rope in ropes.values()]),
         q_heads=int(config["num_attention_heads"]),

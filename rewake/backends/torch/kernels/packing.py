@@ -6,13 +6,14 @@ knows no file, no model and no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GROUP", "SUPER", "SUPER_KINDS", "TILE", "Codes", "Matrix", "SuperCodes", "coded", "plain"]
+__all__ = ["GROUP", "SUPER", "SUPER_KINDS", "TILE", "Codes", "Matrix", "Room", "SuperCodes", "coded", "plain"]
 
 GROUP = 32
 SUPER = 256
@@ -20,6 +21,8 @@ TILE = 16
 PLAIN = 2
 KINDS = {4: 0, 8: 1, 5: 3}
 SUPER_KINDS = {4: 4, 5: 5, 6: 6}
+LINE = 64  # bytes of memory that the processor fetches together
+ROOM = 32 * 2**20
 BYTES = np.array([0, 1, 4, 5, 2, 3, 6, 7])  # 8 columns of bytes, as two dwords of the pairs (0,4) (1,5) and (2,6) (3,7)
 WORDS = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 FIRSTS = np.array([pair // 4 * 8 + pair % 4 for pair in range(GROUP // 2)])  # columns of a group's pairs; 4 behind are the second ones
@@ -68,6 +71,32 @@ class Matrix:
     @property
     def is_plain(self) -> bool:
         return self.kind == PLAIN
+
+
+class Room:
+    """Memory in which matrices lie one behind the other, each from the start of a cache line. Threads may share it.
+
+    It is taken in large pieces, for which numpy asks for huge pages: those of a small model, each on pages of its own, would
+    cost a decode step a tenth of its time in looking up addresses.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._rest = Lock(), np.empty(0, np.uint8)
+
+    def place(self, matrix: Matrix) -> Matrix:
+        """A copy in here."""
+        data = self._take(matrix.data.nbytes)
+        data[:] = matrix.data
+        return replace(matrix, data=data)
+
+    def _take(self, size: int) -> U8:
+        whole = -(-size // LINE) * LINE
+        with self._lock:
+            if whole > self._rest.nbytes:
+                piece = np.empty(max(whole, ROOM) + LINE, np.uint8)
+                self._rest = piece[-piece.ctypes.data % LINE :]
+            taken, self._rest = self._rest[:size], self._rest[whole:]
+        return taken
 
 
 def coded(weights: Codes | SuperCodes) -> Matrix:
