@@ -185,8 +185,8 @@ class Buffer {
 };
 thread_local Buffer scratch_buffer, query_buffer, partial_buffer, step_buffer;
 
-// Runs work(first, last) over pieces of [0, count), on as many threads as are worth waking.
-template <class Work> void share(int threads, int64_t count, int64_t piece, Work work) {
+// Runs work(first, last) over pieces of [0, count), on up to so many threads.
+template <class Work> void share_out(int threads, int64_t count, int64_t piece, Work work) {
     piece = std::max(piece, (count + Pool::MOST_PIECES - 1) / Pool::MOST_PIECES);
     const int64_t pieces = (count + piece - 1) / piece;
     if (threads <= 1 || pieces <= 1) {
@@ -194,6 +194,20 @@ template <class Work> void share(int threads, int64_t count, int64_t piece, Work
         return;
     }
     auto one = [&](int64_t i) { work(i * piece, std::min(count, (i + 1) * piece)); };
+    Pool::get().run(threads, pieces, one);
+}
+
+// The same for work that is alike: pieces become smaller, down to `least`, so that nobody waits long for the last one.
+template <class Work> void share(int threads, int64_t count, int64_t least, Work work) {
+    constexpr int64_t MOST = 256;
+    if (threads <= 1 || count <= least) {
+        if (count > 0) work(0, count);
+        return;
+    }
+    int64_t ends[2 * MOST], pieces = 0;
+    least = std::max(least, (count + MOST - 1) / MOST);
+    for (int64_t at = 0; at < count; pieces++) ends[pieces] = at = std::min(count, at + std::max(least, (count - at) / (2 * threads)));
+    auto one = [&](int64_t i) { work(i ? ends[i - 1] : 0, ends[i]); };
     Pool::get().run(threads, pieces, one);
 }
 
@@ -304,26 +318,29 @@ constexpr int64_t PARTIAL_FLOATS = 4 << 20;  // 16 MiB: the most that sums waiti
 // cut changes no bits.
 void plan(const AttendJob& job, int threads, std::vector<AttendItem>& items, std::vector<SplitRows>& splits) {
     const RwBatch& b = *job.batch;
-    int64_t blocks = 0, floats = 0;
+    const auto first_span = [&](int s) { return (int)(oldest_page(job, s) / (SPAN / PAGE)); };
+    const auto last_span = [&](int s) { return (b.kv_lengths[s] + SPAN - 1) / SPAN; };
+    int64_t blocks = 0, floats = 0, left = 0;  // left: spans of blocks for which there is no item yet
     for (int s = 0; s < b.seqs; s++) {
         const int64_t rows = (int64_t)(b.query_starts[s + 1] - b.query_starts[s]) * job.share;
-        blocks += (rows + job.row_block - 1) / job.row_block * job.kv_heads;
-        floats += rows * job.kv_heads * ((b.kv_lengths[s] + SPAN - 1) / SPAN) * job.accum_stride;
+        const int64_t of_seq = (rows + job.row_block - 1) / job.row_block * job.kv_heads;
+        blocks += of_seq, left += of_seq * (last_span(s) - first_span(s));
+        floats += rows * job.kv_heads * last_span(s) * job.accum_stride;
     }
     const bool split = threads > 1 && blocks < 8 * threads && floats <= PARTIAL_FLOATS;
     float* partials = split ? (float*)partial_buffer.get(floats * sizeof(float)) : nullptr;
     for (int s = 0; s < b.seqs; s++) {
         const int rows = (b.query_starts[s + 1] - b.query_starts[s]) * job.share;
-        const int first = (int)(oldest_page(job, s) / (SPAN / PAGE)), last = (b.kv_lengths[s] + SPAN - 1) / SPAN;
+        const int first = first_span(s), last = last_span(s);
         const bool apart = split && last - first > 1;
-        // neighbours in the context stay together where there is enough work: the next page is then fetched in time
-        const int run = apart ? std::max(1, (int)((last - first) * blocks / (4 * threads))) : last - first;
         for (int head = 0; head < job.kv_heads && rows; head++) {
             for (int r = 0; r < rows; r += job.row_block)
-                for (int span = first; span < last; span += run) {
+                for (int span = first, end; span < last; span = end) {
+                    // neighbours in the context stay together where much is left: the next page is then fetched in time
+                    end = apart ? (int)std::min<int64_t>(last, span + std::max<int64_t>(1, left / (2 * threads))) : last;
                     float* to = apart ? partials + ((int64_t)(span - first) * rows + r) * job.accum_stride : nullptr;
-                    items.push_back({s, head, r, std::min(rows, r + job.row_block), span, std::min(last, span + run), to,
-                                     (int64_t)rows * job.accum_stride});
+                    items.push_back({s, head, r, std::min(rows, r + job.row_block), span, end, to, (int64_t)rows * job.accum_stride});
+                    left -= end - span;
                 }
             if (!apart) continue;
             splits.push_back({s, head, rows, last - first, partials});
@@ -355,7 +372,7 @@ void attend_rows(const AttendJob& job, const Kernels& kernels, int threads) {
     for (const AttendItem& i : items) work += (int64_t)(i.last_span - i.first_span) * (i.last_row - i.first_row + 2);
     for (const SplitRows& i : splits) merges += (int64_t)i.rows * i.spans;
     const AttendItem* item = items.data();
-    share(work < LITTLE_WORK ? 1 : threads, (int64_t)items.size(), 1, [&](int64_t a, int64_t z) {
+    share_out(work < LITTLE_WORK ? 1 : threads, (int64_t)items.size(), 1, [&](int64_t a, int64_t z) {
         for (; a < z; a++) kernels.attend(job, item[a], scratch());
     });
     const SplitRows* split = splits.data();

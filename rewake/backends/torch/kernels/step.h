@@ -15,7 +15,7 @@ struct StepArgs {
     float* logits;  // [num_wanted, vocabulary]
 };
 
-constexpr int64_t ROWS_PER_PIECE = 4, PIECES_PER_THREAD = 6, VALUES_PER_PIECE = 16384;
+constexpr int64_t ROWS_PER_PIECE = 4, VALUES_PER_PIECE = 16384;
 
 class Step {
   public:
@@ -126,13 +126,10 @@ class Step {
 
     static int64_t tiles(const RwLinear& w) { return (w.outputs + OUTPUT_TILE - 1) / OUTPUT_TILE; }
 
-    // Enough pieces that nobody waits long for the last one, each large enough to be worth taking.
-    int64_t piece_of(int64_t count) const { return std::max<int64_t>(1, count / (PIECES_PER_THREAD * threads_)); }
-
     void multiply(std::initializer_list<Product> products, const Inputs& in, bool add) {
         int64_t count = 0;
         for (const Product& p : products) count += tiles(*p.weights);
-        share(threads_, count, piece_of(count), [&](int64_t a, int64_t z) {
+        share(threads_, count, 1, [&](int64_t a, int64_t z) {
             for (const Product& p : products) {
                 const int64_t own = tiles(*p.weights);
                 if (a < own && z > 0) linear_.multiply(*p.weights, in, p.out, p.stride, add, std::max<int64_t>(a, 0), std::min(z, own));
@@ -178,7 +175,7 @@ class Step {
         prepare(hidden_, x_, nullptr, layer.mlp_norm);
         const int64_t groups = model_.intermediate / INPUT_GROUP;
         const GatedJob job = {layer.gate, layer.up, hidden_, gated_, model_.activation};
-        share(threads_, groups, piece_of(groups), [&](int64_t a, int64_t z) { linear_.multiply_gated(job, a, z); });
+        share(threads_, groups, 1, [&](int64_t a, int64_t z) { linear_.multiply_gated(job, a, z); });
         join(layer.down, gated_, layer.mlp_out_norm);
     }
 };
