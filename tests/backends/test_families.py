@@ -105,4 +105,4 @@ def test_a_window_that_the_code_does_not_know_of_is_noticed(tmp_path: Path) -> N
     loaded = load_model(tmp_path, threads=2, prefer_native=False)
     loaded.eager.model.layers[0].self_attn.sliding_window = 64
     with pytest.raises(ModelError, match="its config says"):
-        TorchBackend(loaded, "bf16", 2**24).forward(Batch((Row((1, 2, 3), 0, 0, (0,), ("p",), "s"),)))
+        TorchBackend(loaded, "bf16", 2**24).forward(Batch((Row((1, 2, 3), 0, 0, ((0,),), ("p",), "s"),)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from rewake.backends.base import NOWHERE, Batch
-from rewake.backends.torch.kernels.base import I32, RaggedBatch
+from rewake.backends.base import NOWHERE, Batch, Row
+from rewake.backends.torch.kernels.base import I32, I64, RaggedBatch
 from rewake.quant import PAGE_TOKENS, Codec
 
 __all__ = ["Flat", "flatten"]
@@ -31,22 +32,18 @@ class Flat:
 def flatten(batch: Batch, codec: Codec) -> Flat:
     """Token ids, positions, block tables, query ranges, lengths, and the place of each new K/V row. `codec` is that of all pages."""
     rows = batch.rows
-    counts = [len(r.tokens) for r in rows]
-    ends = np.cumsum(counts)
-    tables = np.full((len(rows[0].tables), len(rows), max(len(r.names) for r in rows)), NOWHERE, np.int64)
-    for i, row in enumerate(rows):
-        tables[:, i, : len(row.names)] = row.tables
-    positions = np.concatenate([np.arange(r.start, r.end, dtype=np.int32) for r in rows])
-    of_row = np.repeat(np.arange(len(rows)), counts)
-    is_new = positions >= np.repeat([r.first_append for r in rows], counts)
+    ends = list(accumulate(len(row.tokens) for row in rows))
+    positions = [position for row in rows for position in range(row.start, row.end)]
+    num_pages = max(len(row.names) for row in rows)
     same: dict[str, Any] = {
-        "page_codecs": np.full(tables.shape[1:], codec.index, np.uint8),
-        "query_starts": np.concatenate([[0], ends]).astype(np.int32),
-        "kv_lengths": np.array([r.end for r in rows], np.int32),
-        "append_rows": positions % PAGE_TOKENS,
-        "append_codecs": np.full(positions.shape, codec.index, np.uint8),
+        "page_codecs": np.full((len(rows), num_pages), codec.index, np.uint8),
+        "query_starts": np.array([0, *ends], np.int32),
+        "kv_lengths": np.array([row.end for row in rows], np.int32),
+        "append_rows": np.array(positions, np.int32) % PAGE_TOKENS,
+        "append_codecs": np.full(len(positions), codec.index, np.uint8),
     }
-    places = [np.where(is_new, table[of_row, positions // PAGE_TOKENS], -1) for table in tables]
+    tables = [table_of(rows, slot, num_pages) for slot in range(len(rows[0].tables))]
+    places = [places_of(rows, slot) for slot in range(len(tables))]
     count = len(tables) // 2 if codec.residual_bits else len(tables)  # of residuals there are as many slots as of codes, behind those
     ragged = tuple(
         RaggedBatch(
@@ -58,6 +55,24 @@ def flatten(batch: Batch, codec: Codec) -> Flat:
         )
         for i in range(count)
     )
-    wanted = [int(end) - 1 for end, row in zip(ends, rows, strict=True) if row.sampling is not None]
-    tokens = np.fromiter(chain.from_iterable(r.tokens for r in rows), np.int32, int(ends[-1]))
-    return Flat(tokens, positions, np.array(wanted, np.int32), ragged)
+    wanted = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampling is not None]
+    tokens = [token for row in rows for token in row.tokens]
+    return Flat(np.array(tokens, np.int32), np.array(positions, np.int32), np.array(wanted, np.int32), ragged)
+
+
+def table_of(rows: Sequence[Row], slot: int, num_pages: int) -> I64:
+    """Where a slot of each row's pages is: [rows, pages]."""
+    table = np.full((len(rows), num_pages), NOWHERE, np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row.names)] = row.tables[slot]
+    return table
+
+
+def places_of(rows: Sequence[Row], slot: int) -> I64:
+    """The page to which each token's K and V are appended; -1 for those that are stored already."""
+    places: list[int] = []
+    for row in rows:
+        new = min(row.end, max(row.start, row.first_append))
+        places += [-1] * (new - row.start)
+        places += [row.tables[slot][position // PAGE_TOKENS] for position in range(new, row.end)]
+    return np.array(places, np.int64)
