@@ -7,19 +7,17 @@ things people do with agents.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import numpy as np
 
 from rewake.errors import CorruptFile
+from rewake.memory.eviction import Eviction
 from rewake.memory.residency import Arena, Piece, Post, Residency, files_of
 from rewake.memory.tree import TOKEN, Agent, Branch, Page, PrefixTree, SavedTurn, to_tokens
-from rewake.memory.value import worth
 from rewake.memory.writer import Amend, Reclaim, SavePage, SaveTurn, Writer
 from rewake.planes import PagePlanes
 from rewake.quant import PAGE_TOKENS
@@ -33,10 +31,6 @@ log = logging.getLogger(__name__)
 Told = Callable[[Exception | None], None]
 Trace = Callable[..., None]  # told of each change of a page's name or content; see rewake.replay
 
-# What it costs to have a page back, in tokens computed: reading it takes about as long as some tokens do.
-READ_COST, COMPUTE_COST, ANONYMOUS = 8.0, float(PAGE_TOKENS), 0.1
-SORT_EVERY = 1.0  # seconds for which what is on disk keeps its order by worth: with thousands of agents, finding it takes a while
-
 
 class Ledger:
     """Everything remembered under one signature."""
@@ -45,14 +39,12 @@ class Ledger:
         self.planes = planes
         self.store = store
         self.tree = PrefixTree(signature, store.page_secret if store is not None else b"")
-        self.residency = Residency(arena, planes, store, post, self._cost, self._evicted, self._orphaned)
+        self.eviction = Eviction(self.tree, planes)
+        self.residency = Residency(arena, planes, store, post, self.eviction.cost, self._evicted, self._orphaned)
         self.writer = Writer(store, post, self._store_lost) if store is not None else None
         self.trace = trace or (lambda *_: None)
         self.saving: set[Page] = set()
-        self._pinned: set[Page | Branch] | None = None  # None: to be collected again
         self._to_remove = 0  # bytes that waiting jobs will give back
-        self._by_worth: list[Branch] = []
-        self._sorted_at = 0.0
         if store is not None:
             self._recall(store)
 
@@ -165,7 +157,7 @@ class Ledger:
         if self.writer is None:
             return None
         if branch.owner.pinned:
-            self._pinned = None
+            self.eviction.pins_changed()
         page, turns = branch.parent, array(TOKEN, (t for t in branch.turns if t <= branch.parent.end))
 
         def done(error: Exception | None, _: tuple[StoredFile, ...]) -> None:
@@ -184,7 +176,7 @@ class Ledger:
             closed(False)
             return
         if branch.owner.pinned:
-            self._pinned = None
+            self.eviction.pins_changed()
         for page in branch.parent.path():
             if page.slots:
                 self.save_page(branch, page)  # whose write has failed before
@@ -293,7 +285,7 @@ class Ledger:
         if (foreign := min(short, self.store.reclaimable)) > 0:
             self.writer.submit(Reclaim(foreign))
             short -= foreign
-        while short > 0 and (branches := self._least_worth()):
+        while short > 0 and (branches := self.eviction.least_worth()):
             log.info("the disk budget is used up: a branch of agent %r is forgotten", branches[0].agent)
             short -= self.forget_branches(branches)
 
@@ -302,88 +294,11 @@ class Ledger:
         if self.store is not None:
             self.make_room(num_pages * sum(self.store.file_bytes(PAGE_TOKENS, plane) for plane in self.planes.all))
 
-    def _least_worth(self) -> list[Branch]:
-        """What to forget next, so that the disk has more room; none if nothing would help."""
-        is_fresh = False
-        while not is_fresh:
-            if is_fresh := not self._by_worth or time.time() > self._sorted_at + SORT_EVERY:
-                self._by_worth, self._sorted_at = self._sorted_by_worth(), time.time()
-            while self._by_worth:
-                branch = self._by_worth.pop()
-                if can_go(branch) and branch.used <= self._sorted_at and (branches := self._with_sharers(branch)):
-                    return branches
-        return []
-
-    def _sorted_by_worth(self) -> list[Branch]:
-        """What may be forgotten, what is worth least last."""
-        now = time.time()
-        heads = {a.head for a in self.tree.agents.values()}
-
-        def value(branch: Branch) -> float:
-            idle, anonymous = max(0.0, now - branch.used), branch.agent is None
-            return worth(branch.num_tokens, self._own_bytes(branch), idle, anonymous=anonymous, is_head=branch in heads)
-
-        return sorted((b for a in self.tree.agents.values() for b in a.branches if can_go(b)), key=value, reverse=True)
-
-    def _with_sharers(self, branch: Branch) -> list[Branch]:
-        """It, if that gives something back; else all that share its last page, unless one of these must stay."""
-        if self._own_bytes(branch):
-            return [branch]
-        if not branch.parent.files:  # it is in memory only
-            return []
-        sharers = [b for page in self.tree.subtree(branch.parent) for b in page.branches]
-        return sharers if all(map(can_go, sharers)) else []
-
-    def _own_bytes(self, branch: Branch) -> int:
-        """What forgetting it would give back."""
-        files = [*branch.segments]
-        page = branch.parent
-        while page.parent is not None and len(page.children) + len(page.branches) == 1:
-            files += page.files
-            page = page.parent
-        return sum(f.file_bytes for f in files)
-
     # ---- leaving
-
-    def _cost(self, resident: Page | Branch, plane: int) -> float:
-        """What it takes to have it back, in tokens computed; 0 if nobody will ask for it. Pinned ones go when there is nothing else."""
-        if isinstance(resident, Page) and not self._is_wanted(resident, plane):
-            return 0.0
-        if resident in self.pinned():
-            return math.inf
-        saved = resident.stored(plane) >= resident.stored_rows
-        if isinstance(resident, Branch):
-            named, sharers = resident.agent is not None, 1
-        else:
-            named, sharers = resident.named, max(1, len(resident.children) + len(resident.branches))
-        return (READ_COST if saved else COMPUTE_COST) * (sharers if named else ANONYMOUS)
-
-    def _is_wanted(self, page: Page, number: int) -> bool:
-        """Whether a transcript that is gone on with attends to this plane of a page; or one that begins where others have parted."""
-        if self.planes.planes[number].reach_in(page.number) is None:
-            return True
-        return any(self._asking(page, number))
-
-    def _asking(self, page: Page, number: int) -> Iterator[Page | Branch]:
-        """Branches below a page that attend to a plane of it where they go on, and pages at whose end several do."""
-        plane, nodes = self.planes.planes[number], [page]
-        while nodes:
-            node = nodes.pop()
-            yield from (b for b in node.branches if plane.is_needed(page.number, b.next_query))
-            if plane.is_needed(page.number, node.end):
-                if len(node.children) + len(node.branches) > 1:
-                    yield node
-                nodes.extend(node.children.values())
-
-    def pinned(self) -> set[Page | Branch]:
-        if self._pinned is None:
-            branches = [b for a in self.tree.agents.values() if a.pinned for b in a.branches]
-            self._pinned = set(branches).union(*(b.parent.path() for b in branches))
-        return self._pinned
 
     def pins_changed(self, agent: Agent) -> None:
         """An agent was pinned or unpinned, or a pinned one's transcript has grown."""
-        self._pinned = None
+        self.eviction.pins_changed()
         for branch in agent.branches:
             residents: tuple[Page | Branch, ...] = (branch, *branch.parent.path())
             for resident in residents:
@@ -403,7 +318,7 @@ class Ledger:
         elif self.planes.planes[plane].reach_in(resident.number) is None:
             self._cut(resident)
         elif self.writer is None:  # whoever needed it would have to begin anew
-            self.forget_branches([b for b in self._asking(resident, plane) if isinstance(b, Branch) and not (b.running or b.refs)])
+            self.forget_branches([b for b in self.eviction.asking(resident, plane) if isinstance(b, Branch) and not (b.running or b.refs)])
 
     def _orphaned(self, page: Page) -> None:
         gone: list[bytes] = []
@@ -459,7 +374,7 @@ class Ledger:
             files += (f for f in below.files if f not in kept)
             self.trace("forget", below.key.hex())
             self.tree.remove_page(below)
-        self._pinned = None
+        self.eviction.pins_changed()
         commit = Commit(branches=tuple(cut), gone_pages=tuple(p.key for p in pages))
         self._forget(commit, [f for f in files if f not in damaged], damaged)
         self._forget_nothing(page.parent.branches)
@@ -515,7 +430,7 @@ class Ledger:
             if not branch.owner.branches and not branch.owner.pinned:
                 agents.append(branch.owner.id)
                 self.tree.remove_agent(branch.owner)
-        self._pinned = None
+        self.eviction.pins_changed()
         if ids:
             commit = Commit(gone_pages=tuple(gone), gone_branches=tuple(ids), gone_agents=tuple(agents))
             self._forget(commit, files, done=done)
@@ -654,11 +569,6 @@ def cut_to_saved(branch: Branch) -> None:
     branch.tokens = branch.tokens[: branch.num_rows]
     length = branch.num_tokens
     branch.turns = array(TOKEN, (t for t in branch.turns if t <= length))
-
-
-def can_go(branch: Branch) -> bool:
-    """Whether it may be forgotten for want of room."""
-    return not (branch.owner.pinned or branch.running or branch.refs or branch.forgotten)
 
 
 def is_nothing(branch: Branch) -> bool:

@@ -29,14 +29,17 @@ DIFFERENCE_TOKENS = 8  # how much of a first difference is reported
 
 
 class Way(NamedTuple):
-    """How a request goes on from a prefix: with a branch, in place, or with a copy of the `source` of its last rows; computed from
-    position `start` on, with what is needed of the pages before, and with so many pages to grow by.
+    """How a request goes on from a prefix: with a branch, in place (in a page of it, if it `has_page`), or with a copy of the `source`
+    of its last rows. What is before `start` is remembered; computed is from `position` on, with what is needed of the pages before,
+    and with so many pages to grow by.
     """
 
     prefix: Prefix
     branch: Branch | None
+    has_page: bool
     source: Page | Branch | None
     start: int
+    position: int
     needed: Needed
     num_to_grow: int
 
@@ -91,8 +94,7 @@ class AgentMemory:
             way = self._way(self._usable(Prefix(way.prefix.pages, None, 0), len(prompt)), request)
         if not self._ever_fits(way):  # nor for windows behind that place beside those before it: compute all
             way = self._way(Prefix((), None, 0), request)
-        prefix, branch, source, start, needed, num_to_grow = way
-        has_page, position = branch is not None and branch.stored_rows > 0, min(start, len(prompt) - 1)
+        prefix, branch, has_page, source, start, position, needed, num_to_grow = way
         if not self._has_room(needed, num_to_grow, has_copy=source is not None):
             return False
         cold = [r for r, planes in needed if not self.residency.is_hot(r, planes)]
@@ -125,7 +127,7 @@ class AgentMemory:
         position = min(start, len(request.prompt) - 1)
         needed = self._needed(Prefix(prefix.pages, last, prefix.rows if last is not None else 0), position)
         num_pages = pages_for(len(request.prompt) + request.max_tokens)
-        return Way(prefix, branch, source, start, needed, num_pages - len(prefix.pages) - has_page)
+        return Way(prefix, branch, has_page, source, start, position, needed, num_pages - len(prefix.pages) - has_page)
 
     def _ever_fits(self, way: Way) -> bool:
         """Whether there would be room in an arena that nobody else uses: else it would be waited for for ever."""

@@ -153,7 +153,7 @@ def test_of_thousands_of_branches_the_oldest_go_first(tmp_path: Path) -> None:
             file = StoredFile(f"segments/{i}", 0, 1, 4096, 32, b"")
             branch = tree.add_branch(Branch(f"{i}", owner, tree.root("default"), to_tokens([i + 2]), 1, [file], used=float(i)))
             owner = branch.owner
-        chosen = [ledger._least_worth()[0].id for _ in range(3)]
+        chosen = [ledger.eviction.least_worth()[0].id for _ in range(3)]
         ledger.forget_branches(owner.branches)
         return chosen
 
