@@ -303,9 +303,74 @@ bool steps_agree(int isa, bool raw, bool sandwich) {
     return worst < 0.05 * largest;  // where a value of K is coded otherwise, a step of 4 bits lies between
 }
 
+// Packs random codes of `kind`, in memory of exactly their size, and reads every weight back from its tile.
+bool packs(int kind, int bits) {
+    constexpr int OUTPUTS = 21, INPUTS = 2 * SUPER_GROUP;  // the last tile is not whole
+    const bool super = kind >= SUPER4, signed_terms = kind == SUPER6;
+    const auto random_bytes = [](size_t n, int below) {
+        std::unique_ptr<uint8_t[]> x(new uint8_t[n]);
+        for (size_t i = 0; i < n; i++) x[i] = (uint8_t)(rng() % below);
+        return x;
+    };
+    const auto random_halves = [](size_t n) {  // from 1 to 2
+        std::unique_ptr<uint16_t[]> x(new uint16_t[n]);
+        for (size_t i = 0; i < n; i++) x[i] = (uint16_t)(0x3C00 + rng() % 0x400);
+        return x;
+    };
+    const int groups = INPUTS / INPUT_GROUP, supers = INPUTS / SUPER_GROUP;
+    const auto codes = random_bytes((size_t)OUTPUTS * INPUTS * (kind == PLAIN ? 2 : 1), kind == PLAIN ? 64 : 1 << bits);
+    const auto small = random_bytes((size_t)OUTPUTS * groups * (signed_terms ? 2 : 1), 256), small_minima = random_bytes((size_t)OUTPUTS * groups, 256);
+    const auto scales = random_halves((size_t)OUTPUTS * groups), minima = random_halves((size_t)OUTPUTS * groups);
+    RwCodes w = {codes.get(), nullptr, nullptr, nullptr, nullptr, OUTPUTS, INPUTS, bits};
+    if (kind != PLAIN) w.scales = super ? (const void*)small.get() : scales.get();
+    if (kind != PLAIN && !signed_terms) w.minima = super ? (const void*)small_minima.get() : minima.get();
+    if (super) w.scale = scales.get(), w.minimum = signed_terms ? nullptr : minima.get();
+    const size_t terms = kind == PLAIN ? 0 : super ? (size_t)supers * (SUPER_GROUP + 4 * OUTPUT_TILE) : (size_t)groups * 4 * OUTPUT_TILE;
+    const size_t tile_bytes = (size_t)INPUTS * OUTPUT_TILE * bits / 8 + terms;
+    std::unique_ptr<uint8_t[]> tiles(new uint8_t[2 * tile_bytes]());
+    rw_pack(&w, (int64_t)tile_bytes, tiles.get());
+    const RwLinear linear = {tiles.get(), nullptr, OUTPUTS, INPUTS, kind};
+    const auto want = [&](int output, int column) {
+        const size_t at = (size_t)output * INPUTS + column, group = at / INPUT_GROUP, of_super = at / SUPER_GROUP;
+        if (kind == PLAIN) return portable::from_bf16(((const uint16_t*)codes.get())[at]);
+        if (signed_terms) return (codes[at] - 32) * (from_f16(&scales[of_super]) * (float)(int8_t)small[at / (INPUT_GROUP / 2)]);
+        if (super) return codes[at] * (from_f16(&scales[of_super]) * small[group]) + from_f16(&minima[of_super]) * small_minima[group];
+        return codes[at] * from_f16(&scales[group]) + from_f16(&minima[group]);
+    };
+    for (int output = 0; output < OUTPUTS; output++)
+        for (int pair = 0; pair < INPUTS / 2; pair++) {
+            const portable::Pair got = portable::pair_at_output(linear, output, pair);
+            const int column = portable::paired(pair);
+            if (got.first != want(output, column) || got.second != want(output, column + 4)) return false;
+        }
+    for (int lane = OUTPUTS % OUTPUT_TILE; lane < OUTPUT_TILE; lane++)  // outputs that are not there are 0
+        if (portable::pair_at_output(linear, OUTPUT_TILE + lane, 3).first != (signed_terms ? -0.f : 0.f)) return false;
+    return true;
+}
+
+// Codes of random blocks are below 2^bits, and nothing is read or written beyond them.
+bool reads_blocks(int kind, int bytes, int bits) {
+    const int count = 3, codes = kind >= Q4_K ? 256 : 32;
+    std::unique_ptr<uint8_t[]> blocks(new uint8_t[count * bytes]), out(new uint8_t[count * codes]);
+    for (int i = 0; i < count * bytes; i++) blocks[i] = (uint8_t)rng();
+    rw_codes(kind, blocks.get(), count, bytes, codes, out.get());
+    return std::all_of(out.get(), out.get() + count * codes, [&](uint8_t code) { return code < 1 << bits; });
+}
+
+bool packs_all() {
+    const int block_bytes[] = {18, 20, 22, 24, 34, 144, 176, 210}, block_bits[] = {4, 4, 5, 5, 8, 4, 5, 6};
+    for (int kind = Q4_0; kind <= Q6_K; kind++)
+        if (!reads_blocks(kind, block_bytes[kind], block_bits[kind])) return std::printf("blocks %d are read wrongly\n", kind), false;
+    const int bits[] = {4, 8, 16, 5, 4, 5, 6};
+    for (int kind = CODES4; kind <= SUPER6; kind++)
+        if (!packs(kind, bits[kind])) return std::printf("kind %d is packed wrongly\n", kind), false;
+    return true;
+}
+
 }  // namespace
 
 int main() {
+    if (!packs_all()) return 1;
     const char* names[] = {"amx", "avx512", "avx2", "portable"};
     for (int isa = 0; isa < ISAS; isa++) {
         if (!rw_supported(isa)) continue;

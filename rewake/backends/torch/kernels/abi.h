@@ -42,7 +42,7 @@ struct RwRows {
     int32_t bf16;
 };
 
-// A matrix of weights, [outputs, inputs], packed in tiles of 16 outputs (packing.py packs them). A tile has its columns in order:
+// A matrix of weights, [outputs, inputs], packed in tiles of 16 outputs (pack.h packs them). A tile has its columns in order:
 //   codes  for each 32 columns: [dwords of codes][16 outputs], then [16] scales and [16] minima in float16; x = code * scale + minimum
 //   super  for each 256 columns: 8 times [dwords of codes][16 outputs]; then terms of 8 bits; then [16] scales and [16] minima in
 //          float16, which those of 8 bits are multiples of. The terms of SUPER4 and SUPER5 are, for each 32 columns, [16] scales and
@@ -56,6 +56,19 @@ struct RwLinear {
     const uint8_t* data;
     const float* bias;  // null: none
     int32_t outputs, inputs, kind;
+};
+
+// Blocks of quantised weights, as GGUF has them.
+enum RwBlocks { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+
+// Weights [outputs, inputs] before they are packed, codes a byte each. Without `scale` they are for `codes` tiles of so many bits, `scales`
+// and `minima` float16 [outputs, inputs / 32]; with it for `super` ones, `scale` and `minimum` [outputs, inputs / 256], and `scales` and
+// `minima` bytes [outputs, inputs / 32], or of 6 bits `scales` alone, [outputs, inputs / 16]. Of 16 bits they are bfloat16, without terms.
+struct RwCodes {
+    const uint8_t* codes;
+    const void *scales, *minima;
+    const uint16_t *scale, *minimum;
+    int32_t outputs, inputs, bits;
 };
 
 enum RwActivation { SILU, GELU_TANH };

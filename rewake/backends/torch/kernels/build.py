@@ -26,6 +26,7 @@ HEADERS = (
     "kernels_scores.h",
     "kernels_tiles.h",
     "kernels_values.h",
+    "pack.h",
     "pool.h",
     "simd_avx2.h",
     "simd_avx512.h",

@@ -204,7 +204,7 @@ template <class Work> void share(int threads, int64_t count, int64_t least, Work
         if (count > 0) work(0, count);
         return;
     }
-    int64_t ends[2 * MOST], pieces = 0;
+    int64_t ends[MOST], pieces = 0;
     least = std::max(least, (count + MOST - 1) / MOST);
     for (int64_t at = 0; at < count; pieces++) ends[pieces] = at = std::min(count, at + std::max(least, (count - at) / (2 * threads)));
     auto one = [&](int64_t i) { work(i ? ends[i - 1] : 0, ends[i]); };
@@ -404,6 +404,7 @@ Refusal run_attend(AttendJob& job, int64_t arena_bytes, const Kernels& kernels, 
     return OK;
 }
 
+#include "pack.h"
 #include "step.h"
 
 }  // namespace
@@ -416,7 +417,7 @@ extern "C" {
 #define API __attribute__((visibility("default")))
 #endif
 
-API int rw_version() { return 5; }  // of this interface: native.py expects it, and refuses a library left by another
+API int rw_version() { return 6; }  // of this interface: native.py expects it, and refuses a library left by another
 
 API int rw_supported(int isa) { return kernels_of(isa) != nullptr; }
 
@@ -439,6 +440,14 @@ API int rw_attend(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* 
     job.out = out, job.q_heads = q_heads;
     return run_attend(job, arena_bytes, *kernels, threads);
 }
+
+// Blocks of `block_bytes` of a kind of RwBlocks, one behind the other -> `block_codes` codes of each, a byte each.
+API void rw_codes(int32_t kind, const uint8_t* blocks, int64_t count, int64_t block_bytes, int64_t block_codes, uint8_t* codes) {
+    for (int64_t i = 0; i < count; i++) codes_of_block(kind, blocks + i * block_bytes, codes + i * block_codes);
+}
+
+// `tiles`: as many of `tile_bytes` as the outputs fill, all 0.
+API void rw_pack(const RwCodes* codes, int64_t tile_bytes, uint8_t* tiles) { pack(*codes, (size_t)tile_bytes, tiles); }
 
 API int rw_step(int isa, uint8_t* arena, int64_t arena_bytes, const RwLayout* layouts, const RwBatch* batches, const RwDense* model,
                 const int32_t* tokens, const int32_t* positions, const int32_t* wanted, int32_t num_wanted, float* logits, int32_t threads) {

@@ -14,9 +14,10 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rewake.backends.torch.kernels.base import F32, U8, LayerAttention, RaggedBatch
 from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
@@ -24,11 +25,12 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ISAS", "Layer", "NativeKernels", "isas", "layer_of", "load", "why_unavailable"]
+__all__ = ["BLOCKS", "ISAS", "Layer", "NativeKernels", "codes_of", "isas", "layer_of", "load", "pack", "why_unavailable"]
 
 ISAS = {"amx": 0, "avx512": 1, "avx2": 2, "portable": 3}  # best first, by the library's numbers
-VERSION = 5  # of the interface to the library
+VERSION = 6  # of the interface to the library
 IS_BF16 = {"torch.bfloat16": 1, "torch.float32": 0}  # by name: nobody imports torch for this
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # by the library's numbers
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
@@ -72,6 +74,13 @@ class Layer(Structure):
     )
 
 
+class _Codes(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "minima", "scale", "minimum")),
+        *((name, c_int32) for name in ("outputs", "inputs", "bits")),
+    )
+
+
 @cache
 def _library() -> ctypes.CDLL:
     found = sorted(p for p in Path(__file__).parent.glob("_native*") if p.suffix in SUFFIXES)
@@ -87,6 +96,8 @@ def _library() -> ctypes.CDLL:
     library.rw_append.argtypes = (*shared, *rows, *rows, c_int32)
     library.rw_attend.argtypes = (*shared, *rows, c_void_p, c_int32)
     library.rw_step.argtypes = (*shared[:5], *(c_void_p,) * 4, c_int32, c_void_p, c_int32)
+    library.rw_codes.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+    library.rw_pack.argtypes = (POINTER(_Codes), c_int64, c_void_p)
     return library
 
 
@@ -110,6 +121,23 @@ def isas() -> list[str]:
 def load(threads: int) -> NativeKernels | None:
     """The kernels for the best instruction set, or the one $REWAKE_ISA names; None where `why_unavailable` has a reason."""
     return None if why_unavailable() else NativeKernels(os.environ.get("REWAKE_ISA") or isas()[0], threads)
+
+
+def codes_of(kind: str, blocks: U8, num_codes: int) -> U8:
+    """The codes of blocks [rows, blocks, bytes] of a kind of GGUF's, `num_codes` each: [rows, codes]."""
+    whole = np.ascontiguousarray(blocks)
+    rows, count, size = whole.shape
+    codes = np.empty((rows, count * num_codes), np.uint8)
+    _library().rw_codes(BLOCKS.index(kind), whole.ctypes.data, rows * count, size, num_codes, codes.ctypes.data)
+    return codes
+
+
+def pack(arrays: Mapping[str, npt.NDArray[Any]], bits: int, tiles: U8) -> None:
+    """Weights [outputs, inputs] as codes and terms, by the names of abi.h's RwCodes, into `tiles` [tiles, bytes], which are all 0."""
+    outputs, inputs = arrays["codes"].shape
+    whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    places = (whole[name].ctypes.data if name in whole else None for name in ("codes", "scales", "minima", "scale", "minimum"))
+    _library().rw_pack(_Codes(*places, outputs, inputs, bits), tiles.shape[1], tiles.ctypes.data)
 
 
 class NativeKernels:

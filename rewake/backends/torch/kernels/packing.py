@@ -1,17 +1,20 @@
 """Matrices of weights as the native step multiplies them: tiles of 16 outputs, in the order of abi.h.
 
-Coded ones are affine in groups of columns, with the scales' own precision; plain ones are bfloat16. Knows numpy arrays;
-knows no file, no model and no torch.
+Coded ones are affine in groups of columns, with the scales' own precision; plain ones are bfloat16. Knows numpy arrays
+and the library; knows no file, no model and no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from rewake.backends.torch.kernels import native
 
 __all__ = ["GROUP", "SUPER", "SUPER_KINDS", "TILE", "Codes", "Matrix", "Room", "SuperCodes", "coded", "plain"]
 
@@ -23,14 +26,9 @@ KINDS = {4: 0, 8: 1, 5: 3}
 SUPER_KINDS = {4: 4, 5: 5, 6: 6}
 LINE = 64  # bytes of memory that the processor fetches together
 ROOM = 32 * 2**20
-BYTES = np.array([0, 1, 4, 5, 2, 3, 6, 7])  # 8 columns of bytes, as two dwords of the pairs (0,4) (1,5) and (2,6) (3,7)
-WORDS = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-FIRSTS = np.array([pair // 4 * 8 + pair % 4 for pair in range(GROUP // 2)])  # columns of a group's pairs; 4 behind are the second ones
 
 U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 F16 = npt.NDArray[np.float16]
-Scalar = TypeVar("Scalar", np.uint8, np.uint16, np.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,77 +98,21 @@ class Room:
 
 
 def coded(weights: Codes | SuperCodes) -> Matrix:
-    outputs, inputs = weights.codes.shape
+    """Pack codes and terms."""
+    arrays = {name: x for name, x in vars(weights).items() if isinstance(x, np.ndarray)}
     if isinstance(weights, Codes):
-        return Matrix(grouped(weights).reshape(-1), outputs, inputs, KINDS[weights.bits])
-    return Matrix(supers(weights).reshape(-1), outputs, inputs, SUPER_KINDS[weights.bits])
-
-
-def grouped(weights: Codes) -> U8:
-    dwords = planes(whole_tiles(weights.codes), weights.bits)
-    num_tiles, groups, bits = len(dwords) // TILE, dwords.shape[1], weights.bits
-    tiles = np.empty((num_tiles, groups, 4 * bits * TILE + 4 * TILE), np.uint8)
-    split = 4 * bits * TILE, (4 * bits + 2) * TILE
-    tiles[..., : split[0]].view(np.uint32).reshape(-1, groups, bits, TILE)[:] = lanes_last(dwords)
-    for terms, part in ((weights.scales, slice(*split)), (weights.minima, slice(split[1], None))):
-        tiles[..., part].view(np.float16)[:] = lanes_last(whole_tiles(terms))
-    return tiles
-
-
-def supers(weights: SuperCodes) -> U8:
-    dwords = planes(whole_tiles(weights.codes), weights.bits)
-    count, codes = dwords.shape[1] * GROUP // SUPER, SUPER * weights.bits * TILE // 8
-    tiles = np.zeros((len(dwords) // TILE, count, codes + SUPER + 4 * TILE), np.uint8)
-    tiles[..., :codes].view(np.uint32).reshape(-1, count, codes // 4 // TILE, TILE)[:] = lanes_last(dwords.reshape(len(dwords), count, -1))
-    terms = whole_tiles(weights.scales.view(np.uint8)).reshape(len(dwords), count, -1, 1)
-    if weights.minima is not None:
-        terms = np.concatenate([terms, whole_tiles(weights.minima).reshape(terms.shape)], -1)
-    tiles[..., codes : codes + SUPER].reshape(-1, count, SUPER // TILE, TILE)[:] = lanes_last(terms.reshape(len(dwords), count, -1))
-    for shared, at in ((weights.scale, codes + SUPER), (weights.minimum, codes + SUPER + 2 * TILE)):
-        if shared is not None:
-            tiles[..., at : at + 2 * TILE].view(np.float16)[:] = lanes_last(whole_tiles(shared))
-    return tiles
-
-
-def planes(codes: U8, bits: int) -> U32:
-    """Codes [outputs, inputs] as dwords [outputs, inputs / 32, bits]: of their low 4 bits, then of what is above; or of whole bytes."""
-    outputs, inputs = codes.shape
-    if bits == 8:
-        ordered = codes.reshape(outputs, -1, 8)[..., BYTES]
-        return np.ascontiguousarray(ordered).view(np.uint32).reshape(outputs, -1, 8)
-    low = packed(codes & np.uint8(15), 4).view(np.uint32).reshape(outputs, -1, 4)
-    if bits == 4:
-        return low
-    more = bits - 4
-    firsts = FIRSTS.reshape(more, -1)
-    order = np.concatenate([firsts, firsts + 4], 1).reshape(-1)
-    high = (codes >> np.uint8(4)).reshape(outputs, inputs // GROUP, GROUP)[..., order]
-    return np.concatenate([low, packed(high, more).view(np.uint32)], -1)
-
-
-def packed(values: U8, bits: int) -> U8:
-    """Values of 1, 2 or 4 bits, the first in the lowest bits of a byte."""
-    count = 8 // bits
-    out = values[..., 0::count].copy()
-    for i in range(1, count):
-        out |= values[..., i::count] << np.uint8(bits * i)
-    return out
-
-
-def lanes_last(x: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """[outputs, ...] to [tiles, ..., 16]."""
-    return np.moveaxis(x.reshape(-1, TILE, *x.shape[1:]), 1, -1)
+        return packed(arrays, weights.bits, KINDS[weights.bits], 4 * TILE / GROUP)
+    return packed(arrays, weights.bits, SUPER_KINDS[weights.bits], (SUPER + 4 * TILE) / SUPER)
 
 
 def plain(values: npt.NDArray[np.uint16]) -> Matrix:
     """Pack bfloat16 bits [outputs, inputs]."""
-    outputs, inputs = values.shape
-    values = whole_tiles(values)
-    ordered = np.ascontiguousarray(values.reshape(len(values), -1, 8)[..., WORDS])
-    pairs = ordered.view(np.uint32).reshape(-1, TILE, inputs // 2).transpose(0, 2, 1)
-    return Matrix(np.ascontiguousarray(pairs).view(np.uint8).reshape(-1), outputs, inputs, PLAIN)
+    return packed({"codes": values}, 16, PLAIN, 0)
 
 
-def whole_tiles(x: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:  # outputs behind the last are 0
-    missing = -len(x) % TILE
-    return np.pad(x, [(0, missing), (0, 0)]) if missing else x
+def packed(arrays: Mapping[str, npt.NDArray[Any]], bits: int, kind: int, terms: float) -> Matrix:
+    """`terms`: bytes of them in a tile, for each column."""
+    outputs, inputs = arrays["codes"].shape
+    tiles = np.zeros((-(-outputs // TILE), int(inputs * (bits * TILE / 8 + terms))), np.uint8)
+    native.pack(arrays, bits, tiles)
+    return Matrix(tiles.reshape(-1), outputs, inputs, kind)
