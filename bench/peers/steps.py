@@ -20,14 +20,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.common import Bar, table
 from bench.peers import wake
 from bench.peers.base import Peer, cores
-from bench.peers.kernels import DECODED, DEPTH, EIGHT, Measured, attempt, long, short, start, together, warm_up
+from bench.peers.measured import DECODED, DEPTH, EIGHT, Measured, attempt, long, repetitions, short, started, together, warm_up
 from bench.peers.ours import Ours
 from bench.peers.prompts import Prompts
 
@@ -55,25 +54,13 @@ PEER_TIMES = (  # the same of milliseconds, which are to be at most so many time
 
 
 def measure(peers: Sequence[Peer], prompts: Prompts, kv: str, quick: bool) -> tuple[list[Row], list[Bar]]:
-    measured = [Measured(peer) for peer in peers]
-    ours = measured[0]
-    stages = (warm_up, short, long) if quick else (warm_up, short, long, eight)
-    try:
-        for m in measured:
-            attempt(m, start)
+    with started(peers) as measured:
+        ours = measured[0]
         attempt(ours, resident)
-        for repetition in range(1 if quick else max(m.peer.repetitions for m in measured)):
-            for stage in stages:
-                for m in (m for m in measured if repetition < m.peer.repetitions):
-                    attempt(m, partial(stage, prompts=prompts, repetition=repetition))
-            attempt(ours, partial(beside_a_busy_loop, prompts=prompts, repetition=repetition))
+        for repetition in repetitions(measured, (warm_up, short, long) if quick else (warm_up, short, long, eight), prompts, quick):
+            attempt(ours, beside_a_busy_loop, prompts, repetition)
             if not repetition:
-                attempt(ours, partial(come_back, prompts=prompts, kv=kv, repetitions=2 if quick else 7))
-            print(f"repetition {repetition + 1} is done", file=sys.stderr)
-    finally:
-        for m in measured:
-            if m.worker is not None:
-                m.worker.close()
+                attempt(ours, come_back, prompts, kv, repetitions=2 if quick else 7)
     rows = [row_of(m) for m in measured]
     print()
     table([{k: "-" if v is None else v for k, v in row.items() if k != "about"} for row in rows])
