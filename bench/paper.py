@@ -32,7 +32,6 @@ MEASURED_BY = {  # the command that makes each result
     "robin": "bench.concurrency --only robin",
     "steps": "bench.peers --check steps",
     "steps-avx2": "bench.peers --check steps",
-    "steps-avx2-ours": "bench.peers --check steps --peers ''",
     "capacity": "bench.capacity",
     "quality-smollm2": "bench.quality",
     "quality-gemma3": "bench.quality --model gemma3-270m",
@@ -157,8 +156,6 @@ def peers(results: Results) -> list[str]:
         rows("steps"),
         "On a processor without AVX-512, as many laptops are:",
         rows("steps-avx2"),
-        "The same later, ours alone:",
-        rows("steps-avx2-ours"),
     ]
 
 
@@ -238,7 +235,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Results], list[str]]], ...
     ("Many agents at once", ("together",), pairs),
     ("Staggered arrivals", ("arrivals",), staggered),
     ("More agents than memory", ("robin",), robin),
-    ("Beside other engines", ("steps", "steps-avx2", "steps-avx2-ours"), peers),
+    ("Beside other engines", ("steps", "steps-avx2"), peers),
     ("Capacity", ("capacity",), capacity),
     ("Quality", (), quality),
     ("Phases and routing", ("workflows",), workflows),
