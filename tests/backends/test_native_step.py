@@ -20,7 +20,7 @@ from rewake.backends.torch.blocks import BLOCKS, quantise
 from rewake.backends.torch.dense import CODED, completed, frequencies, why_not_dense
 from rewake.backends.torch.eager import working_dtype
 from rewake.backends.torch.kernels import native
-from rewake.backends.torch.kernels.packing import LINE, ROOM, Codes, Matrix, Room, coded, plain
+from rewake.backends.torch.kernels.packing import LINE, PIECE, Codes, Matrix, Room, coded, plain
 from rewake.backends.torch.loader import load_model
 from rewake.backends.torch.measure import tables_of
 from rewake.backends.torch.model import TorchBackend
@@ -432,9 +432,9 @@ def test_packed_plain_weights_are_pairs_of_columns() -> None:
 
 
 def test_matrices_lie_one_behind_the_other_each_from_the_start_of_a_cache_line() -> None:
-    """Two threads place some at once, of sizes that are no multiple of a line, and one that is larger than what is taken at a time."""
+    """Two threads place some at once, of sizes that are no multiple of a line, and one that has memory of its own."""
     rng = np.random.default_rng(0)
-    sizes = [*rng.integers(1, 300_000, 300).tolist(), ROOM + 1]
+    sizes = [*rng.integers(1, 300_000, 300).tolist(), PIECE // 4 + 1]
     matrices = [Matrix(rng.integers(0, 256, size).astype(np.uint8), 16, 32, 0) for size in sizes]
     room = Room()
     with ThreadPoolExecutor(2) as threads:

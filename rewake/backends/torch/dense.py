@@ -181,14 +181,13 @@ def plan_of(config: Mapping[str, Any], source: NamedWeights, threads: int = 1) -
             rotation=names.index(kinds[i]) if len(names) > 1 else 0,
         )
 
-    dim, is_tied = head_dim(config), bool(config.get("tie_word_embeddings"))
+    embedding, dim = weights("embedding"), head_dim(config)
     with ThreadPoolExecutor(threads) as pool:  # the library and numpy let others work while they pack
-        first = [pool.submit(weights, name) for name in (("embedding",) if is_tied else ("embedding", "head"))]  # the largest
         layers = list(pool.map(layer, range(int(config["num_hidden_layers"]))))
     return DensePlan(
         layers=layers,
-        embedding=first[0].result(),
-        head=first[-1].result(),
+        embedding=embedding,
+        head=embedding if config.get("tie_word_embeddings") else weights("head"),
         norm=required(source.norm("norm"), "norm"),
         frequencies=np.stack([frequencies(rope, dim) for rope in ropes.values()]),
         q_heads=int(config["num_attention_heads"]),

@@ -335,12 +335,13 @@ void plan(const AttendJob& job, int threads, std::vector<AttendItem>& items, std
         const bool apart = split && last - first > 1;
         for (int head = 0; head < job.kv_heads && rows; head++) {
             for (int r = 0; r < rows; r += job.row_block)
-                for (int span = first, end; span < last; span = end) {
+                for (int span = first; span < last;) {
                     // neighbours in the context stay together where much is left: the next page is then fetched in time
-                    end = apart ? (int)std::min<int64_t>(last, span + std::max<int64_t>(1, left / (2 * threads))) : last;
+                    const int end = apart ? (int)std::min<int64_t>(last, span + std::max<int64_t>(1, left / (2 * threads))) : last;
                     float* to = apart ? partials + ((int64_t)(span - first) * rows + r) * job.accum_stride : nullptr;
                     items.push_back({s, head, r, std::min(rows, r + job.row_block), span, end, to, (int64_t)rows * job.accum_stride});
                     left -= end - span;
+                    span = end;
                 }
             if (!apart) continue;
             splits.push_back({s, head, rows, last - first, partials});

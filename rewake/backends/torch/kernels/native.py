@@ -25,12 +25,12 @@ from rewake.quant import CODECS, PAGE_TOKENS, PageLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCKS", "ISAS", "Layer", "NativeKernels", "codes_of", "isas", "layer_of", "load", "pack", "why_unavailable"]
+__all__ = ["ISAS", "Layer", "NativeKernels", "codes_of", "isas", "layer_of", "load", "pack", "why_unavailable"]
 
 ISAS = {"amx": 0, "avx512": 1, "avx2": 2, "portable": 3}  # best first, by the library's numbers
 VERSION = 6  # of the interface to the library
 IS_BF16 = {"torch.bfloat16": 1, "torch.float32": 0}  # by name: nobody imports torch for this
-BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # by the library's numbers
+BLOCK_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # by the library's numbers
 SUFFIXES = (".so", ".pyd", ".dylib")
 REFUSALS = (
     "",
@@ -128,13 +128,18 @@ def codes_of(kind: str, blocks: U8, num_codes: int) -> U8:
     whole = np.ascontiguousarray(blocks)
     rows, count, size = whole.shape
     codes = np.empty((rows, count * num_codes), np.uint8)
-    _library().rw_codes(BLOCKS.index(kind), whole.ctypes.data, rows * count, size, num_codes, codes.ctypes.data)
+    _library().rw_codes(BLOCK_KINDS.index(kind), whole.ctypes.data, rows * count, size, num_codes, codes.ctypes.data)
     return codes
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]], bits: int, tiles: U8) -> None:
     """Weights [outputs, inputs] as codes and terms, by the names of abi.h's RwCodes, into `tiles` [tiles, bytes], which are all 0."""
     outputs, inputs = arrays["codes"].shape
+    columns = {"scale": 256, "minimum": 256, "scales": 16 if bits == 6 else 32, "minima": 32}
+    assert inputs % (256 if "scale" in arrays else 32) == 0 and tiles.flags.c_contiguous and len(tiles) == -(-outputs // 16)
+    for name, x in arrays.items():
+        assert x.shape == (outputs, inputs // columns.get(name, 1)), name
+        assert x.itemsize == (2 if bits == 16 or name in ("scale", "minimum") or (name != "codes" and "scale" not in arrays) else 1), name
     whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     places = (whole[name].ctypes.data if name in whole else None for name in ("codes", "scales", "minima", "scale", "minimum"))
     _library().rw_pack(_Codes(*places, outputs, inputs, bits), tiles.shape[1], tiles.ctypes.data)

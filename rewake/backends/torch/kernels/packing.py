@@ -25,7 +25,7 @@ PLAIN = 2
 KINDS = {4: 0, 8: 1, 5: 3}
 SUPER_KINDS = {4: 4, 5: 5, 6: 6}
 LINE = 64  # bytes of memory that the processor fetches together
-ROOM = 32 * 2**20
+PIECE = 32 * 2**20
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -75,7 +75,7 @@ class Room:
     """Memory in which matrices lie one behind the other, each from the start of a cache line. Threads may share it.
 
     It is taken in large pieces, for which numpy asks for huge pages: those of a small model, each on pages of its own, would
-    cost a decode step a tenth of its time in looking up addresses.
+    cost a decode step a tenth of its time in looking up addresses. Large matrices have pieces of their own.
     """
 
     def __init__(self) -> None:
@@ -89,30 +89,38 @@ class Room:
 
     def _take(self, size: int) -> U8:
         whole = -(-size // LINE) * LINE
+        if whole > PIECE // 4:
+            return aligned(size)
         with self._lock:
             if whole > self._rest.nbytes:
-                piece = np.empty(max(whole, ROOM) + LINE, np.uint8)
-                self._rest = piece[-piece.ctypes.data % LINE :]
+                self._rest = aligned(PIECE)
             taken, self._rest = self._rest[:size], self._rest[whole:]
         return taken
 
 
+def aligned(size: int) -> U8:
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + size]
+
+
 def coded(weights: Codes | SuperCodes) -> Matrix:
     """Pack codes and terms."""
+    inputs = weights.codes.shape[1]
     arrays = {name: x for name, x in vars(weights).items() if isinstance(x, np.ndarray)}
     if isinstance(weights, Codes):
-        return packed(arrays, weights.bits, KINDS[weights.bits], 4 * TILE / GROUP)
-    return packed(arrays, weights.bits, SUPER_KINDS[weights.bits], (SUPER + 4 * TILE) / SUPER)
+        return tiled(arrays, weights.bits, KINDS[weights.bits], inputs // GROUP * 4 * TILE)
+    return tiled(arrays, weights.bits, SUPER_KINDS[weights.bits], inputs // SUPER * (SUPER + 4 * TILE))
 
 
 def plain(values: npt.NDArray[np.uint16]) -> Matrix:
     """Pack bfloat16 bits [outputs, inputs]."""
-    return packed({"codes": values}, 16, PLAIN, 0)
+    return tiled({"codes": values}, 16, PLAIN, 0)
 
 
-def packed(arrays: Mapping[str, npt.NDArray[Any]], bits: int, kind: int, terms: float) -> Matrix:
-    """`terms`: bytes of them in a tile, for each column."""
+def tiled(arrays: Mapping[str, npt.NDArray[Any]], bits: int, kind: int, term_bytes: int) -> Matrix:
+    """`term_bytes`: what scales and minima take in a tile."""
     outputs, inputs = arrays["codes"].shape
-    tiles = np.zeros((-(-outputs // TILE), int(inputs * (bits * TILE / 8 + terms))), np.uint8)
+    tiles = np.zeros((-(-outputs // TILE), inputs * bits * TILE // 8 + term_bytes), np.uint8)
     native.pack(arrays, bits, tiles)
     return Matrix(tiles.reshape(-1), outputs, inputs, kind)
