@@ -13,12 +13,12 @@ import pytest
 from rewake.models import DEFAULT_MODEL, resolve
 from tests.fakes import EngineHarness
 
-SLOW = "test_wake test_concurrency test_native_step test_tools test_several_models test_play test_gemma".split()
+SLOW = "test_wake test_native_step test_concurrency test_gemma test_tools test_several_models test_play".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first: of two processes, neither has one left when the other is done."""
-    items.sort(key=lambda item: item.path.stem not in SLOW)
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture(scope="module")

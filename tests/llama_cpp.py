@@ -33,7 +33,7 @@ def sources() -> Path:
 
 
 def fetch(temporary: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(temporary), REQUIREMENT]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(temporary), REQUIREMENT]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"{REQUIREMENT} cannot be fetched: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
