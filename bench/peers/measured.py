@@ -15,7 +15,7 @@ from rewake.errors import ModelError
 
 __all__ = [
     *("DECODED", "DEPTH", "EIGHT", "NEW_TOKENS"),
-    *("Measured", "Stage", "attempt", "long", "repetitions", "short", "started", "together", "warm_up"),
+    *("Measured", "attempt", "long", "repetitions", "short", "started", "together", "warm_up"),
 ]
 
 DEPTH = 4096

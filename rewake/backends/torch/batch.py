@@ -33,13 +33,13 @@ def flatten(batch: Batch, codec: Codec) -> Flat:
     """Token ids, positions, block tables, query ranges, lengths, and the place of each new K/V row. `codec` is that of all pages."""
     rows = batch.rows
     ends = list(accumulate(len(row.tokens) for row in rows))
-    positions = [position for row in rows for position in range(row.start, row.end)]
+    positions = np.array([position for row in rows for position in range(row.start, row.end)], np.int32)
     num_pages = max(len(row.names) for row in rows)
     same: dict[str, Any] = {
         "page_codecs": np.full((len(rows), num_pages), codec.index, np.uint8),
         "query_starts": np.array([0, *ends], np.int32),
         "kv_lengths": np.array([row.end for row in rows], np.int32),
-        "append_rows": np.array(positions, np.int32) % PAGE_TOKENS,
+        "append_rows": positions % PAGE_TOKENS,
         "append_codecs": np.full(len(positions), codec.index, np.uint8),
     }
     tables = [table_of(rows, slot, num_pages) for slot in range(len(rows[0].tables))]
@@ -57,7 +57,7 @@ def flatten(batch: Batch, codec: Codec) -> Flat:
     )
     wanted = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampling is not None]
     tokens = [token for row in rows for token in row.tokens]
-    return Flat(np.array(tokens, np.int32), np.array(positions, np.int32), np.array(wanted, np.int32), ragged)
+    return Flat(np.array(tokens, np.int32), positions, np.array(wanted, np.int32), ragged)
 
 
 def table_of(rows: Sequence[Row], slot: int, num_pages: int) -> I64:

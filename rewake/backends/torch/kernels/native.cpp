@@ -185,9 +185,9 @@ class Buffer {
 };
 thread_local Buffer scratch_buffer, query_buffer, partial_buffer, step_buffer;
 
-// Runs work(first, last) over pieces of [0, count), on up to so many threads.
-template <class Work> void share_out(int threads, int64_t count, int64_t piece, Work work) {
-    piece = std::max(piece, (count + Pool::MOST_PIECES - 1) / Pool::MOST_PIECES);
+// Runs work(first, last) over [0, count), one by one if that is not too many, on up to so many threads.
+template <class Work> void share_out(int threads, int64_t count, Work work) {
+    const int64_t piece = std::max<int64_t>(1, (count + Pool::MOST_PIECES - 1) / Pool::MOST_PIECES);
     const int64_t pieces = (count + piece - 1) / piece;
     if (threads <= 1 || pieces <= 1) {
         if (count > 0) work(0, count);
@@ -373,7 +373,7 @@ void attend_rows(const AttendJob& job, const Kernels& kernels, int threads) {
     for (const AttendItem& i : items) work += (int64_t)(i.last_span - i.first_span) * (i.last_row - i.first_row + 2);
     for (const SplitRows& i : splits) merges += (int64_t)i.rows * i.spans;
     const AttendItem* item = items.data();
-    share_out(work < LITTLE_WORK ? 1 : threads, (int64_t)items.size(), 1, [&](int64_t a, int64_t z) {
+    share_out(work < LITTLE_WORK ? 1 : threads, (int64_t)items.size(), [&](int64_t a, int64_t z) {
         for (; a < z; a++) kernels.attend(job, item[a], scratch());
     });
     const SplitRows* split = splits.data();

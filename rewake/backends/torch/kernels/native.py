@@ -135,13 +135,20 @@ def codes_of(kind: str, blocks: U8, num_codes: int) -> U8:
 def pack(arrays: Mapping[str, npt.NDArray[Any]], bits: int, tiles: U8) -> None:
     """Weights [outputs, inputs] as codes and terms, by the names of abi.h's RwCodes, into `tiles` [tiles, bytes], which are all 0."""
     outputs, inputs = arrays["codes"].shape
-    columns = {"scale": 256, "minimum": 256, "scales": 16 if bits == 6 else 32, "minima": 32}
-    assert inputs % (256 if "scale" in arrays else 32) == 0 and tiles.flags.c_contiguous and len(tiles) == -(-outputs // 16)
+    is_super = "scale" in arrays
+    term_bytes = 1 if is_super else 2
+    expected = {  # columns, and bytes of each value
+        "codes": (inputs, 2 if bits == 16 else 1),
+        "scales": (inputs // (16 if bits == 6 else 32), term_bytes),
+        "minima": (inputs // 32, term_bytes),
+        "scale": (inputs // 256, 2),
+        "minimum": (inputs // 256, 2),
+    }
+    assert inputs % (256 if is_super else 32) == 0 and tiles.flags.c_contiguous and len(tiles) == -(-outputs // 16)
     for name, x in arrays.items():
-        assert x.shape == (outputs, inputs // columns.get(name, 1)), name
-        assert x.itemsize == (2 if bits == 16 or name in ("scale", "minimum") or (name != "codes" and "scale" not in arrays) else 1), name
+        assert (x.shape, x.itemsize) == ((outputs, expected[name][0]), expected[name][1]), name
     whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    places = (whole[name].ctypes.data if name in whole else None for name in ("codes", "scales", "minima", "scale", "minimum"))
+    places = (whole[name].ctypes.data if name in whole else None for name in expected)
     _library().rw_pack(_Codes(*places, outputs, inputs, bits), tiles.shape[1], tiles.ctypes.data)
 
 

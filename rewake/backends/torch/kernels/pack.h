@@ -51,7 +51,7 @@ inline uint32_t nibbles_of(uint64_t x) {
     return (uint32_t)(x | x >> 16);
 }
 
-// Bits [4, bits) of a group's codes: those of pairs of columns, `per` pairs in a dword.
+// What is above the nibbles of a group's codes, so many bits of each: those of the pairs of columns from `first` on that fill a dword.
 inline uint32_t upper_bits(const uint8_t* codes, int first, int bits) {
     uint32_t dword = 0;
     for (int i = 0, at = 0; at < 16; i++, at += bits) {
