@@ -166,7 +166,11 @@ def test_whitespace_is_exact(chat_client: openai.OpenAI) -> None:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "tags": {"type": "array", "maxItems": 2}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }

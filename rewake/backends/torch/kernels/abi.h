@@ -111,16 +111,18 @@ constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level c
 constexpr int AHEAD = 4096;      // bytes of weights fetched in advance
 
 constexpr int TILED_ROWS = 16;   // rows of a block of tiled inputs
+constexpr int FEW_ROWS = 32;     // rows of a sequence up to which they are exact sums everywhere; more are a prompt
 
-enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2, TILED_INPUTS = 4 };  // tiled ones are fixed ones for tile registers
+enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2, TILED_INPUTS = 4 };  // tiled ones are for tile registers, whatever the weights
 
 // Rows of activations as the products take them, in blocks of rows (the last one has what is left): [block][pair of columns][row];
-// if they are tiled, in blocks of TILED_ROWS (the last one, too): [block][group][upper bytes, lower bytes][row][column].
+// if they are tiled, in blocks of TILED_ROWS (the last one, too): [block][group][row][pair].
 struct Inputs {
     int64_t rows;
     int columns, kinds;
     uint32_t *pairs, *high, *low;  // fixed point; bfloat16, and what that leaves over
     float *steps, *sums;           // [block][group][row]: step of the fixed point, sum of the group's activations
+    const int32_t* places;         // which rows of the stream they are; null: all of them
 };
 
 // Heads to be normalised and turned to their positions: row `token` of head h at x + token * stride + h * dim.
@@ -140,14 +142,14 @@ struct GatedJob {
 };
 
 struct LinearKernels {
-    void (*prepare)(const Inputs&, const float* x, const int32_t* rows, const float* norm, float eps, int64_t first, int64_t last);
+    void (*prepare)(const Inputs&, const float* x, const float* norm, float eps, int64_t first, int64_t last);
     void (*multiply)(const RwLinear&, const Inputs&, float* out, int64_t stride, bool add, int64_t first, int64_t last);  // of tiles
     void (*multiply_gated)(const GatedJob&, int64_t first, int64_t last);                                              // of groups
     void (*embed)(const RwLinear&, const int32_t* tokens, float scale, float* x, int64_t first, int64_t last);
     void (*turn)(const HeadsJob&, int64_t first, int64_t last);  // of tokens * heads
     void (*add_normed)(float* x, const float* y, const float* norm, float eps, int columns, int64_t first, int64_t last);  // of rows
     void (*cap)(float* x, float cap, int64_t first, int64_t last);                                                      // of values
-    int least_tiled;  // rows from which inputs should be tiled; 0: never
+    bool tiles;  // prompts should have tiled inputs
 };
 
 struct AppendJob {

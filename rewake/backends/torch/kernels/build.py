@@ -21,6 +21,7 @@ HEADERS = (
     "abi.h",
     "kernels_append.h",
     "kernels_attend.h",
+    "kernels_attend_tiles.h",
     "kernels_codes.h",
     "kernels_linear.h",
     "kernels_scores.h",

@@ -2,7 +2,7 @@
 //
 // Page sums merge into span sums, those into the row's result, always in the order of the context. No row's arithmetic
 // depends on the rows beside it, so rows may be grouped at will: a row's bits are the same alone, in a batch, in a
-// prompt and under any number of threads. Online softmax over splits as in FlashAttention and Flash-Decoding
+// prompt and under any number of threads. (In tile registers, kernels_attend_tiles.h, prompts have bits of their own.) Online softmax over splits as in FlashAttention and Flash-Decoding
 // (arXiv 2205.14135, 2311.01282).
 
 constexpr float LOG2E = 1.44269504088896341f;
@@ -26,6 +26,7 @@ struct Scratch {
     float *scores, *steps, *k_scales, *k_biases, *v_scales, *v_biases, *v_factors, *v_steps, *page_sums, *span_sums, *row_sums, *row;
     int16_t *weights, *weights_low;
     uint8_t *k_refined, *v_refined;  // codes and residuals of a page, as codes of 8 bits
+    uint8_t *query_bytes, *values;   // for tile registers: queries' upper and lower bytes, a group of V as bfloat16
     VI *panel, *tile;
     Run* runs;
 };
@@ -54,6 +55,8 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     take(s.row, MAX_DIM + 64);
     take(s.k_refined, job.residuals ? (size_t)PAGE * job.k_padded : 0);
     take(s.v_refined, job.residuals && !job.layer->k_prefix ? (size_t)PAGE * job.v_groups * job.group : 0);
+    take(s.query_bytes, 2 * (rows + TILED_ROWS) * job.k_padded);
+    take(s.values, 2 * PAGE * 64);
     take(s.panel, job.k_padded);
     take(s.tile, TILE * BLOCK / 2);
     if (job.layer->k_prefix) s.v_scales = s.k_scales, s.v_biases = s.k_biases;
@@ -184,8 +187,14 @@ inline int64_t first_query(const AttendJob& job, const AttendItem& item) {
     return ((int64_t)item.head * job.batch->tokens + job.batch->query_starts[item.seq]) * job.share;
 }
 
+// Where the scores of rows [first, ...) and tokens [t, ...) of a page go, and what they are made of.
+inline QueryTile query_tile(const AttendJob& job, const Scratch& s, const AttendItem& item, const Rows& rows, int first, int t) {
+    const int64_t q = first_query(job, item) + first;
+    return {job.q_codes + q * job.q_stride, job.q_terms + q * (job.k_groups + 2), s.scores + (first - rows.begin) * S_STRIDE + t, s.k_scales + t,
+            s.k_biases + t};
+}
+
 inline void score_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Rows& rows) {
-    const int64_t at = first_query(job, item);
     const bool few = !job.raw && rows.count() <= FUSED_ROWS && job.group * page.k.bits % 256 == 0;
     const int step = few ? W : PANEL;
     FewQueries queries;
@@ -193,9 +202,7 @@ inline void score_page(const AttendJob& job, const Scratch& s, const AttendItem&
         prefetch(page.v.codes + t * page.v.row_bytes, step * page.v.row_bytes);
         const Rows seeing = rows.seeing(page.base + t, page.base + std::min(t + step, page.valid));
         if (seeing.count() <= 0) continue;
-        const int64_t q = at + seeing.begin;
-        const QueryTile tile = {job.q_codes + q * job.q_stride, job.q_terms + q * (job.k_groups + 2),
-                                s.scores + (seeing.begin - rows.begin) * S_STRIDE + t, s.k_scales + t, s.k_biases + t};
+        const QueryTile tile = query_tile(job, s, item, rows, seeing.begin, t);
         if (few) {
             queries.take(job, tile, seeing.begin, seeing.count());
             score_few<FUSED_ROWS>(job, tile, queries, page.k, t);
@@ -420,15 +427,25 @@ inline void prefetch_terms(const Side& side) {
     prefetch(side.biases, PAGE * side.groups * sizeof(uint16_t));
 }
 
+// How an item's rows meet a page: here in products of words.
+struct Words {
+    const AttendJob& job;
+    const Scratch& s;
+    const AttendItem& item;
+    void score(const Page& page, const Rows& rows) const { score_page(job, s, item, page, rows); }
+    void sum(const Page& page, const Page* next, const Rows& rows, const float* terms) const { sum_page(job, s, page, next, rows, terms); }
+};
+
 // `sums` are those of row `begin` and the rows behind it.
+template <class Products>
 inline void attend_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Page* next, const Rows& rows,
-                        int begin, float* sums) {
+                        int begin, float* sums, const Products& products) {
     if (!job.raw) {
         spread_page(job, s, page);
         if (next) prefetch_terms(next->k), prefetch_terms(next->v);
     }
-    score_page(job, s, item, page, rows);
-    sum_page(job, s, page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
+    products.score(page, rows);
+    products.sum(page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
     merge_rows(job, sums + (size_t)(rows.begin - begin) * job.accum_stride, s.page_sums, rows.count());
 }
 
@@ -473,7 +490,7 @@ inline void finish_row(const AttendJob& job, int seq, int head, int r, const flo
     write_row(job, token, q_head, x);
 }
 
-void attend(const AttendJob& job, const AttendItem& item, float* scratch) {
+template <class Products> void attend(const AttendJob& job, const AttendItem& item, float* scratch) {
     constexpr int PAGES = SPAN / PAGE;
     Scratch s;
     lay_out(job, scratch, s);
@@ -485,6 +502,7 @@ void attend(const AttendJob& job, const AttendItem& item, float* scratch) {
     Page page = {}, next = {};
     if (begin < end) page = open_page(job, item, begin);
     if (!item.partial) clear_sums(job, s.row_sums, rows.count());
+    const Products products{job, s, item};
     for (int64_t span = item.first_span; span < item.last_span; span++) {
         float* sums = item.partial ? item.partial + (span - item.first_span) * item.partial_stride : s.span_sums;
         clear_sums(job, sums, rows.count());
@@ -493,8 +511,8 @@ void attend(const AttendJob& job, const AttendItem& item, float* scratch) {
             const Rows seeing = rows.seeing(page.base, page.base + page.valid);
             Rows young = seeing, settled = seeing;
             young.end = settled.begin = first_settled(job, seeing, p);
-            if (young.count()) attend_page(job, s, item, refined(job, s, item, page), nullptr, young, rows.begin, sums);
-            if (settled.count()) attend_page(job, s, item, page, p + 1 < end ? &next : nullptr, settled, rows.begin, sums);
+            if (young.count()) attend_page(job, s, item, refined(job, s, item, page), nullptr, young, rows.begin, sums, products);
+            if (settled.count()) attend_page(job, s, item, page, p + 1 < end ? &next : nullptr, settled, rows.begin, sums, products);
             page = next;
         }
         if (!item.partial) merge_rows(job, s.row_sums, sums, rows.count());
@@ -513,4 +531,4 @@ void merge(const AttendJob& job, int seq, int head, int row, float* partials, in
     finish_row(job, seq, head, row, s.row_sums, s.row);
 }
 
-constexpr Kernels kernels = {append, prepare, attend, merge, scratch_bytes, &linear_kernels};
+constexpr Kernels kernels = {append, prepare, attend<Words>, merge, scratch_bytes, &linear_kernels};

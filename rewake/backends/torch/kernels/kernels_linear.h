@@ -34,12 +34,10 @@ inline Place place_of(const Inputs& in, int64_t row) {
 // Column i of a group and the one it is paired with: of every 8 columns (0,4) (1,5) (2,6) (3,7).
 inline int paired(int pair) { return pair / 4 * 8 + pair % 4; }
 
-constexpr size_t HALF_BYTES = TILED_ROWS * COLUMNS;  // one byte of each activation of a tiled block of rows and a group
-
 // 32 activations of one row -> pairs for every kind of weights that will meet them.
 inline void put_group(const Inputs& in, const Place& at, int group, const float* x) {
     const int64_t base = (at.first * in.columns + (int64_t)group * COLUMNS * at.block_rows) / 2 + at.row;
-    if (in.kinds & (FIXED_INPUTS | TILED_INPUTS)) {
+    if (in.kinds & FIXED_INPUTS) {
         VI top = splat_int(0), sum = splat_int(0);
         for (int i = 0; i < COLUMNS; i += W) top = max_int(top, (VI)load(x + i) & splat_int(0x7FFFFFFF));
         const float step = fmaxf(max_lane((VF)top), 1e-25f) / 32767;
@@ -50,14 +48,8 @@ inline void put_group(const Inputs& in, const Place& at, int group, const float*
             store_i16(whole + i, q);
             sum = sum + q;
         }
-#if defined(REWAKE_TILES)
-        if (in.kinds & TILED_INPUTS) {
-            uint8_t* high = (uint8_t*)in.pairs + 2 * at.first * in.columns + group * 2 * HALF_BYTES + at.row * COLUMNS;
-            split_words(whole, high, high + HALF_BYTES);
-        } else
-#endif
-            for (int p = 0; p < COLUMNS / 2; p++)
-                in.pairs[base + (int64_t)p * at.block_rows] = (uint16_t)whole[paired(p)] | (uint32_t)(uint16_t)whole[paired(p) + 4] << 16;
+        for (int p = 0; p < COLUMNS / 2; p++)
+            in.pairs[base + (int64_t)p * at.block_rows] = (uint16_t)whole[paired(p)] | (uint32_t)(uint16_t)whole[paired(p) + 4] << 16;
         const int64_t term = at.first * (in.columns / COLUMNS) + (int64_t)group * at.block_rows + at.row;
         in.steps[term] = step;
         in.sums[term] = step * sum_lanes(to_float(sum));
@@ -74,6 +66,9 @@ inline void put_group(const Inputs& in, const Place& at, int group, const float*
             in.low[to] = low[paired(p)] | (uint32_t)low[paired(p) + 4] << 16;
         }
     }
+#if defined(REWAKE_TILES)
+    if (in.kinds & TILED_INPUTS) store_paired_bf16(in.high + base - at.row + at.row * GROUP_PAIRS, load(x), load(x + W));
+#endif
 }
 
 inline float root_mean_square(const float* x, int n, float eps) {
@@ -82,10 +77,10 @@ inline float root_mean_square(const float* x, int n, float eps) {
     return sqrtf(sum_lanes(sum) / n + eps);
 }
 
-// Rows [first, last) of x, normalised if there is a norm, as inputs; row i of the inputs is row `rows[i]` of x, if there are such.
-void prepare_inputs(const Inputs& in, const float* x, const int32_t* rows, const float* norm, float eps, int64_t first, int64_t last) {
+// Inputs [first, last): rows of x, normalised if there is a norm.
+void prepare_inputs(const Inputs& in, const float* x, const float* norm, float eps, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++) {
-        const float* from = x + (rows ? rows[r] : r) * in.columns;
+        const float* from = x + (in.places ? in.places[r] : r) * in.columns;
         const Place at = place_of(in, r);
         const VF by = splat(norm ? 1 / root_mean_square(from, in.columns, eps) : 1);
         for (int c = 0; c < in.columns; c += COLUMNS) {
@@ -124,11 +119,11 @@ template <class Act> inline void each_block(const Inputs& in, int64_t begin, int
     for (int64_t first = begin; first < end; first += LINEAR_ROWS) act(first, (int)std::min<int64_t>(LINEAR_ROWS, in.rows - first));
 }
 
-// y[rows][16] of a tile, put to out[row][output], or added to what is there.
-inline void put_rows(const RwLinear& w, int64_t tile, const float* y, int rows, float* out, int64_t stride, bool add) {
+// y[rows][16] of a tile and inputs from `first` on, put to out[row][output], or added to what is there.
+inline void put_rows(const RwLinear& w, int64_t tile, const float* y, const Inputs& in, int64_t first, int rows, float* out, int64_t stride, bool add) {
     const int count = (int)std::min<int64_t>(OUTPUT_TILE, w.outputs - tile * OUTPUT_TILE);
-    for (int r = 0; r < rows; r++, y += OUTPUT_TILE) {
-        float* to = out + r * stride + tile * OUTPUT_TILE;
+    for (int64_t r = first; r < first + rows; r++, y += OUTPUT_TILE) {
+        float* to = out + (in.places ? in.places[r] : r) * stride + tile * OUTPUT_TILE;
         if (count == OUTPUT_TILE)
             for (int i = 0; i < OUTPUT_TILE; i += W) store(to + i, add ? load(to + i) + load(y + i) : load(y + i));
         else
@@ -143,7 +138,7 @@ void multiply(const RwLinear& w, const Inputs& in, float* out, int64_t stride, b
             each_block(in, begin, std::min(in.rows, begin + ROW_PANEL), [&](int64_t row, int rows) {
                 alignas(64) float y[LINEAR_ROWS * OUTPUT_TILE];
                 multiply_tile(w, tile, in, row, rows, y);
-                put_rows(w, tile, y, rows, out + row * stride, stride, add);
+                put_rows(w, tile, y, in, row, rows, out, stride, add);
             });
 }
 
@@ -226,4 +221,4 @@ void cap_values(float* x, float cap, int64_t first, int64_t last) {
     memcpy(x + first, rest, (last - first) * sizeof(float));
 }
 
-constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, 0};
+constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, false};

@@ -67,18 +67,19 @@ namespace avx512 {
 #include "kernels_attend.h"
 #if defined(REWAKE_TILES)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("amx-tile,amx-int8")
+#pragma GCC target("amx-tile,amx-int8,amx-bf16")
 #endif
 #include "kernels_tiles.h"
+#include "kernels_attend_tiles.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
-constexpr Kernels tiled_kernels = {append, prepare, attend, merge, scratch_bytes, &tiled_linear_kernels};
+constexpr Kernels tiled_kernels = {append, prepare, attend_tiled, merge, scratch_bytes, &tiled_linear_kernels};
 #endif
 }  // namespace avx512
 #undef REWAKE_TILES
@@ -126,7 +127,7 @@ bool has_tiles() {
     static const bool has = [] {
         constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
         unsigned a, b, c, d;
-        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1) && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1) && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
     }();
     return has;
 }

@@ -116,10 +116,25 @@ template <int BITS> inline void unpack_half_pair(const uint8_t* even, const uint
     }
 }
 
-// 32 words as their upper and lower bytes: of every 8 columns, 0 2 4 6 and 1 3 5 7, as pairs of codes come out of their dwords.
+// lane i = both as bfloat16
+inline VI bf16_pairs(VF low, VF high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+                                           17, 1, 16, 0);
+    return (VI)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+// 32 columns as bfloat16: of every 8, 0 4 1 5 2 6 3 7
+inline void store_paired_bf16(void* p, VF first, VF second) {
+    const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2,
+                                           5, 1, 4, 0);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)));
+}
+
+inline void store_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
+
+// 32 words, of every 8 columns 0 4 1 5 2 6 3 7, as their upper and lower bytes: 0 2 4 6, then 1 3 5 7.
 inline void split_words(const int16_t* whole, uint8_t* high, uint8_t* low) {
-    const __m512i order = _mm512_set_epi16(31, 29, 27, 25, 30, 28, 26, 24, 23, 21, 19, 17, 22, 20, 18, 16, 15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1,
-                                           6, 4, 2, 0);
+    const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2,
+                                           5, 1, 4, 0);
     const __m512i x = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(whole));
     _mm256_storeu_si256((__m256i*)high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
     _mm256_storeu_si256((__m256i*)low, _mm512_cvtepi16_epi8(x));

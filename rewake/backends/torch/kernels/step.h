@@ -1,7 +1,8 @@
 // A step of a decoder of the Llama family from token ids to logits: included in native.cpp, behind everything it uses.
 //
 // Activations are float32 between the products. Every row is computed by itself, in an order that neither the other rows
-// nor the threads change: a row's K, V and logits are the same bits alone, in a batch and in a prompt, however that is cut.
+// nor the threads change: a row's K, V and logits are the same bits alone, in a batch and in a prompt, however that is cut. But where there are
+// tile registers, a sequence that has more than FEW_ROWS in a step takes them, and its bits are others.
 
 // What changes from step to step.
 struct StepArgs {
@@ -20,13 +21,17 @@ constexpr int64_t ROWS_PER_PIECE = 4, VALUES_PER_PIECE = 16384;
 class Step {
   public:
     Step(const RwDense& model, const StepArgs& args, const Kernels& kernels, int threads)
-        : model_(model), args_(args), kernels_(kernels), linear_(*kernels.linear), threads_(threads), rows_(args.batches->tokens) {}
+        : model_(model), args_(args), kernels_(kernels), linear_(*kernels.linear), threads_(threads), rows_(args.batches->tokens) {
+        for (int s = 0; s < args.batches->seqs; s++)
+            if (is_prompt(s)) prompt_rows_ += rows_of(s);
+    }
 
     int run() {
         if (!rows_) return OK;
         if (!tokens_known()) return BAD_TOKEN;
         const size_t bytes = lay_out(nullptr);
         lay_out((char*)step_buffer.get(bytes));
+        find_places();
         find_turns();
         const int64_t n = rows_;
         share(threads_, n, 32, [&](int64_t a, int64_t z) { linear_.embed(model_.embedding, args_.tokens, model_.embedding_scale, x_, a, z); });
@@ -35,10 +40,9 @@ class Step {
             mlp(model_.layers[l]);
         }
         if (!args_.num_wanted) return OK;
-        Inputs last = hidden_;
-        last.rows = args_.num_wanted, last.kinds = kinds_for(last.rows);
-        prepare(last, x_, args_.wanted, model_.norm);
-        multiply({{&model_.head, args_.logits, model_.head.outputs}}, last, false);
+        prepare(last_, x_, model_.norm);
+        last_[0].places = nullptr;  // logits are in the order of what is wanted
+        multiply({{&model_.head, args_.logits, model_.head.outputs}}, last_, false);
         if (model_.logit_cap > 0) {
             const int64_t values = (int64_t)args_.num_wanted * model_.head.outputs;
             share(threads_, values, VALUES_PER_PIECE, [&](int64_t a, int64_t z) { linear_.cap(args_.logits, model_.logit_cap, a, z); });
@@ -53,8 +57,14 @@ class Step {
     const LinearKernels& linear_;
     const int threads_;
     const int64_t rows_;
+    int64_t prompt_rows_ = 0;
     float *x_, *y_, *qkv_, *attended_, *turns_;  // y: what is added to x behind a norm
-    Inputs hidden_, heads_, gated_;  // what is multiplied: rows of x, of the heads' outputs, of the gated products
+    int32_t* places_;                            // rows that are not a prompt's, then those that are
+    typedef Inputs Operand[2];  // rows that are not a prompt's, and those that are
+    Operand hidden_, heads_, gated_, last_;  // what is multiplied: rows of x, of the heads' outputs, of the gated products; wanted rows of x
+
+    int rows_of(int seq) const { return args_.batches->query_starts[seq + 1] - args_.batches->query_starts[seq]; }
+    bool is_prompt(int seq) const { return linear_.tiles && rows_of(seq) > FEW_ROWS; }
 
     bool tokens_known() const {
         for (int64_t i = 0; i < rows_; i++)
@@ -68,37 +78,47 @@ class Step {
     int kv_width() const { return model_.kv_heads * model_.head_dim; }
     int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
 
-    // How so many rows are best multiplied, which changes no bits.
-    int kinds_for(int64_t rows) const {
-        const bool tiled = model_.input_kinds == FIXED_INPUTS && linear_.least_tiled && rows >= linear_.least_tiled;
-        return tiled ? TILED_INPUTS : model_.input_kinds;
-    }
-
     size_t lay_out(char* base) {
         size_t used = 0;
         const auto take = [&](auto*& p, int64_t count) {
             p = (std::remove_reference_t<decltype(p)>)(base + used);
             used += (count * sizeof(*p) + 63) / 64 * 64;
         };
-        const auto inputs = [&](Inputs& in, int columns) {
-            const int kinds = model_.input_kinds;
-            const int64_t rows = round_up((int)rows_, TILED_ROWS);
-            in = {rows_, columns, kinds_for(rows_), nullptr, nullptr, nullptr, nullptr, nullptr};
-            take(in.pairs, kinds & FIXED_INPUTS ? rows * columns / 2 : 0);
-            take(in.high, kinds & PLAIN_INPUTS ? rows_ * columns / 2 : 0);
-            take(in.low, kinds & PLAIN_INPUTS ? rows_ * columns / 2 : 0);
-            take(in.steps, rows * columns / INPUT_GROUP);
-            take(in.sums, rows * columns / INPUT_GROUP);
+        const auto inputs = [&](Inputs& in, int64_t rows, int columns, int kinds, const int32_t* places) {
+            in = {rows, columns, kinds, nullptr, nullptr, nullptr, nullptr, nullptr, places};
+            if (kinds & TILED_INPUTS) rows = (rows + 2 * TILED_ROWS - 1) / (2 * TILED_ROWS) * (2 * TILED_ROWS);
+            const int64_t pairs = rows * columns / 2, terms = kinds & FIXED_INPUTS ? rows * columns / INPUT_GROUP : 0;
+            take(in.pairs, kinds & FIXED_INPUTS ? pairs : 0);
+            take(in.high, kinds & (PLAIN_INPUTS | TILED_INPUTS) ? pairs : 0);
+            take(in.low, kinds & PLAIN_INPUTS ? pairs : 0);
+            take(in.steps, terms);
+            take(in.sums, terms);
         };
+        const int64_t others = rows_ - prompt_rows_;
+        const bool mixed = others && prompt_rows_;
+        const auto operand = [&](Operand& of, int columns) {
+            inputs(of[0], others, columns, model_.input_kinds, mixed ? places_ : nullptr);
+            inputs(of[1], prompt_rows_, columns, TILED_INPUTS, mixed ? places_ + others : nullptr);
+        };
+        take(places_, mixed ? rows_ : 0);
         take(x_, rows_ * model_.hidden);
         take(y_, model_.layers[0].attention_out_norm ? rows_ * model_.hidden : 0);
         take(qkv_, rows_ * qkv_width());
         take(attended_, rows_ * q_width());
         take(turns_, model_.rotations * rows_ * model_.head_dim);
-        inputs(hidden_, model_.hidden);
-        inputs(heads_, q_width());
-        inputs(gated_, model_.intermediate);
+        operand(hidden_, model_.hidden);
+        operand(heads_, q_width());
+        operand(gated_, model_.intermediate);
+        inputs(last_[0], args_.num_wanted, model_.hidden, model_.input_kinds, args_.wanted);
+        last_[1] = {};
         return used;
+    }
+
+    void find_places() const {
+        if (!hidden_[0].places) return;
+        int32_t *other = places_, *prompt = places_ + hidden_[0].rows;
+        for (int s = 0; s < args_.batches->seqs; s++)
+            for (int i = 0; i < rows_of(s); i++) *(is_prompt(s) ? prompt : other)++ = args_.batches->query_starts[s] + i;
     }
 
     // Cosines and sines of every row's position, for each rotation; of the angle as float32, as models are trained.
@@ -114,8 +134,9 @@ class Step {
         });
     }
 
-    void prepare(const Inputs& in, const float* x, const int32_t* rows, const float* norm) {
-        share(threads_, in.rows, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.prepare(in, x, rows, norm, model_.eps, a, z); });
+    void prepare(const Operand& operand, const float* x, const float* norm) {
+        for (const Inputs& in : operand)
+            share(threads_, in.rows, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.prepare(in, x, norm, model_.eps, a, z); });
     }
 
     struct Product {
@@ -126,13 +147,22 @@ class Step {
 
     static int64_t tiles(const RwLinear& w) { return (w.outputs + OUTPUT_TILE - 1) / OUTPUT_TILE; }
 
+    void multiply(std::initializer_list<Product> products, const Operand& operand, bool add) {
+        for (const Inputs& in : operand)
+            if (in.rows) multiply(products, in, add);
+    }
+
     void multiply(std::initializer_list<Product> products, const Inputs& in, bool add) {
+        const int64_t unit = in.kinds & TILED_INPUTS ? 2 : 1;  // tiles that are multiplied together
+        const auto units = [&](const RwLinear& w) { return (tiles(w) + unit - 1) / unit; };
         int64_t count = 0;
-        for (const Product& p : products) count += tiles(*p.weights);
+        for (const Product& p : products) count += units(*p.weights);
         share(threads_, count, 1, [&](int64_t a, int64_t z) {
             for (const Product& p : products) {
-                const int64_t own = tiles(*p.weights);
-                if (a < own && z > 0) linear_.multiply(*p.weights, in, p.out, p.stride, add, std::max<int64_t>(a, 0), std::min(z, own));
+                const RwLinear& w = *p.weights;
+                const int64_t own = units(w);
+                if (a < own && z > 0)
+                    linear_.multiply(w, in, p.out, p.stride, add, unit * std::max<int64_t>(a, 0), std::min(unit * std::min(z, own), tiles(w)));
                 a -= own, z -= own;
             }
         });
@@ -144,9 +174,9 @@ class Step {
     }
 
     // The products join the stream, behind a norm if there is one.
-    void join(const RwLinear& weights, const Inputs& in, const float* norm) {
+    void join(const RwLinear& weights, const Operand& operand, const float* norm) {
         const int columns = model_.hidden;
-        multiply({{&weights, norm ? y_ : x_, columns}}, in, !norm);
+        multiply({{&weights, norm ? y_ : x_, columns}}, operand, !norm);
         if (!norm) return;
         share(threads_, rows_, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.add_normed(x_, y_, norm, model_.eps, columns, a, z); });
     }
@@ -154,7 +184,7 @@ class Step {
     int attention(const RwDenseLayer& layer) {
         const int64_t width = qkv_width(), dim = model_.head_dim;
         float *q = qkv_, *k = q + q_width(), *v = k + kv_width();
-        prepare(hidden_, x_, nullptr, layer.attention_norm);
+        prepare(hidden_, x_, layer.attention_norm);
         multiply({{&layer.q, q, width}, {&layer.k, k, width}, {&layer.v, v, width}}, hidden_, false);
         turn(q, model_.q_heads, layer.q_norm, layer.rotation);
         turn(k, model_.kv_heads, layer.k_norm, layer.rotation);
@@ -166,16 +196,19 @@ class Step {
         attend.q = {q, width, dim, 0};
         attend.out = attended_, attend.q_heads = model_.q_heads;
         if (Refusal bad = run_attend(attend, args_.arena_bytes, kernels_, threads_)) return bad;
-        prepare(heads_, attended_, nullptr, nullptr);
+        prepare(heads_, attended_, nullptr);
         join(layer.o, heads_, layer.attention_out_norm);
         return OK;
     }
 
     void mlp(const RwDenseLayer& layer) {
-        prepare(hidden_, x_, nullptr, layer.mlp_norm);
+        prepare(hidden_, x_, layer.mlp_norm);
         const int64_t groups = model_.intermediate / INPUT_GROUP;
-        const GatedJob job = {layer.gate, layer.up, hidden_, gated_, model_.activation};
-        share(threads_, groups, 1, [&](int64_t a, int64_t z) { linear_.multiply_gated(job, a, z); });
+        for (int part = 0; part < 2; part++) {
+            if (!hidden_[part].rows) continue;
+            const GatedJob job = {layer.gate, layer.up, hidden_[part], gated_[part], model_.activation};
+            share(threads_, groups, 1, [&](int64_t a, int64_t z) { linear_.multiply_gated(job, a, z); });
+        }
         join(layer.down, gated_, layer.mlp_out_norm);
     }
 };
