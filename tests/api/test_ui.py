@@ -195,9 +195,9 @@ def test_by_keyboard_on_a_phone_and_in_the_dark(browser: Any, server: ServerProc
     folder = Path(os.environ.get("TEST_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     with Client(f"http://127.0.0.1:{server.port}") as client:
-        for agent in client.list():
-            if agent["agent"] not in STAGED:
-                client.forget(agent["agent"])
+        forgotten = [agent["agent"] for agent in client.list() if agent["agent"] not in STAGED]
+        for agent in forgotten:
+            client.forget(agent)
     stream = server.stream("planner", [{"role": "user", "content": "Tell me a long story about a lamp."}], max_tokens=4000)
     next(stream)
     for name, options in (
@@ -208,6 +208,8 @@ def test_by_keyboard_on_a_phone_and_in_the_dark(browser: Any, server: ServerProc
         window = Opened(browser, server, **options)
         page = window.page
         window.row("coder").wait_for()
+        for agent in forgotten:  # what is shown may be half a second old
+            window.row(agent).wait_for(state="detached")
         chosen = page.locator("#agents button[aria-pressed=true]")
         for _ in range(9):
             page.keyboard.press("j")
