@@ -14,7 +14,7 @@ from rewake.backends.torch.kernels.native import NativeKernels
 from rewake.quant import PAGE_TOKENS, bf16_to_f32, f32_to_bf16, hadamard
 
 from .strategies import TOLERANCE, bounded, latent_shapes, shapes
-from .world import Shape, World, append_step, error_of, make, store_by_kernel, store_by_reference
+from .world import Shape, World, append_step, attend_by_reference, error_of, make, store_by_kernel, store_by_reference
 
 if native.why_unavailable():
     pytest.skip(f"no native kernels: {native.why_unavailable()}", allow_module_level=True)
@@ -25,9 +25,14 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return NativeKernels(request.param, 2)
 
 
-def tolerance(kernels: NativeKernels) -> float:
-    """Of the output's largest value. Weights and values of a prompt are bfloat16 in tile registers."""
-    return 2**-8 if kernels.isa == "amx" else TOLERANCE
+def in_tiles(kernels: NativeKernels, shape: Shape) -> bool:
+    """Whether a sequence of it is a prompt that tile registers take: its weights and values are rounded to bfloat16."""
+    return kernels.isa == "amx" and not shape.raw and shape.group == 64 and any(rows > 32 for _, rows in shape.seqs)
+
+
+def tolerance(kernels: NativeKernels, shape: Shape) -> float:
+    """Of the output's largest value."""
+    return 2**-8 if in_tiles(kernels, shape) else TOLERANCE
 
 
 def attend(world: World, kernels: NativeKernels) -> torch.Tensor:
@@ -39,7 +44,31 @@ def attend(world: World, kernels: NativeKernels) -> torch.Tensor:
 def test_attention_agrees_with_float64_over_the_decoded_values(kernels: NativeKernels, shape: Shape) -> None:
     world = make(shape)
     store_by_reference(world)
-    assert error_of(world, attend(world, kernels)) < tolerance(kernels)
+    assert error_of(world, attend(world, kernels)) < tolerance(kernels, shape)
+
+
+@pytest.mark.skipif("amx" not in native.isas(), reason="no tile registers here")
+@bounded(60)
+@given(shape=shapes())
+def test_tile_registers_leave_sequences_of_few_rows_as_they_are(shape: Shape) -> None:
+    """Bit for bit, also beside prompts."""
+    world = make(shape)
+    store_by_reference(world)
+    tiled, others = (attend(world, NativeKernels(isa, 2)) for isa in ("amx", "avx512"))
+    starts = world.batch.query_starts
+    for seq, (_, rows) in enumerate(shape.seqs):
+        if rows <= 32:
+            assert torch.equal(tiled[starts[seq] : starts[seq + 1]], others[starts[seq] : starts[seq + 1]])
+
+
+@pytest.mark.parametrize("codec", ["q4", "q8", "q4+"])
+def test_values_far_from_zero_lose_no_more_than_others(kernels: NativeKernels, codec: str) -> None:
+    """A prompt's values are rounded to bfloat16 in tile registers: not what they all have in common."""
+    world = make(Shape(codecs=(codec,), seqs=((300, 300),)))
+    world.v[0] += 100
+    store_by_reference(world)
+    error = np.abs(attend(world, kernels).numpy() - attend_by_reference(world)).max()
+    assert error < (0.02 if kernels.isa == "amx" else 1e-3)
 
 
 @bounded(12)
@@ -47,7 +76,7 @@ def test_attention_agrees_with_float64_over_the_decoded_values(kernels: NativeKe
 def test_attention_to_a_latent_agrees_with_float64(kernels: NativeKernels, shape: Shape) -> None:
     world = make(shape)
     store_by_reference(world)
-    assert error_of(world, attend(world, kernels)) < tolerance(kernels)
+    assert error_of(world, attend(world, kernels)) < tolerance(kernels, shape)
 
 
 @bounded(40)

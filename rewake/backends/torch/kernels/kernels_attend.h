@@ -1,9 +1,9 @@
 // Attention of a block of query rows to the pages of a sequence. Included once per instruction set, last.
 //
 // Page sums merge into span sums, those into the row's result, always in the order of the context. No row's arithmetic
-// depends on the rows beside it, so rows may be grouped at will: a row's bits are the same alone, in a batch, in a
-// prompt and under any number of threads. (In tile registers, kernels_attend_tiles.h, prompts have bits of their own.) Online softmax over splits as in FlashAttention and Flash-Decoding
-// (arXiv 2205.14135, 2311.01282).
+// depends on the rows beside it, so rows may be grouped at will: a row's bits are the same alone, in a batch and under any
+// number of threads, and in a prompt, unless tile registers take it (kernels_attend_tiles.h). Online softmax over splits as in
+// FlashAttention and Flash-Decoding (arXiv 2205.14135, 2311.01282).
 
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float MASKED = -1e34f;  // times any step a query may have it is finite, and 2^x of it 0

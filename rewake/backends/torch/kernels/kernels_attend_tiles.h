@@ -1,8 +1,8 @@
 // Attention of a prompt's rows in tile registers. Included behind kernels_tiles.h, for AVX-512 only.
 //
 // Scores are the exact integers of the other kernels: 16 bits of a query are a signed byte times 256 and an unsigned one, and two products
-// of bytes are found (AMX-INT8). Attention weights and values are rounded to bfloat16 and added up in float32 over a page (AMX-BF16): other bits than
-// few rows have, and a row's do not depend on the rows beside it, either.
+// of bytes are found (AMX-INT8). Attention weights, and values less what is in the middle of their codes, are rounded to bfloat16 and added up in
+// float32 over a page (AMX-BF16): other bits than few rows have, and a row's do not depend on the rows beside it, either.
 
 constexpr int DEPTH = 64;                            // values of a group of K: bytes of a row of a tile register
 constexpr int STRIPS = BLOCK / OUTPUT_TILE;          // of tokens in a block
@@ -24,17 +24,26 @@ template <int BITS> inline void unpack_keys(const uint8_t* rows, size_t stride, 
     }
 }
 
-// Tokens of a group of V -> [VALUE_TOKENS of them][vector][pair of tokens][16 values].
-template <int BITS> inline void decode_values(const uint8_t* codes, size_t stride, const float* scales, const float* biases, int tokens, uint8_t* out) {
+// Tokens of a group of V, less their middle, -> [VALUE_TOKENS of them][vector][pair of tokens][16 values].
+template <int BITS> inline void decode_values(const uint8_t* codes, size_t stride, const float* scales, int tokens, uint8_t* out) {
+    const VI middle = splat_int(1 << (BITS - 1));
     for (int t = 0; t < tokens; t += 2, codes += 2 * stride) {
         VI pairs[TILE];
         unpack_pair<BITS, TILE>(codes, codes + stride, pairs);
-        const VF scale = splat(scales[t]), scale2 = splat(scales[t + 1]), bias = splat(biases[t]), bias2 = splat(biases[t + 1]);
+        const VF scale = splat(scales[t]), scale2 = splat(scales[t + 1]);
         uint8_t* to = out + t / VALUE_TOKENS * TILE * TILE_BYTES + t % VALUE_TOKENS * 32;
         UNROLL
-        for (int v = 0; v < TILE; v++)
-            store_int(to + v * TILE_BYTES, bf16_pairs(fma(to_float(pairs[v] & splat_int(0xFFFF)), scale, bias), fma(to_float(pairs[v] >> 16), scale2, bias2)));
+        for (int v = 0; v < TILE; v++) {
+            const VF a = to_float((pairs[v] & splat_int(0xFFFF)) - middle), b = to_float((pairs[v] >> 16) - middle);
+            store_int(to + v * TILE_BYTES, bf16_pairs(a * scale, b * scale2));
+        }
     }
+}
+
+// To 8 significant bits (Dekker's splitting): what bfloat16 holds.
+inline VF rounded(VF x) {
+    const VF t = x * splat(65537.f);
+    return t - (t - x);
 }
 
 // The two sums of bytes of 16 rows and a tile of codes, [2][row][lane].
@@ -82,20 +91,21 @@ class HeadTiles {
     }
 
     void sum(const Page& page, const Page* next, const Rows& rows, const float* terms) const {
+        const Side& v = page.v;
+        for (int i = 0; i < job_.v_groups * PAGE; i += W)
+            store(s_.v_biases + i, fma(load(s_.v_scales + i), splat((float)(1 << (v.bits - 1))), load(s_.v_biases + i)));
         for (int first = 0; first < rows.count(); first += RUN) {
             Run& run = s_.runs[first / RUN];
             run.first = first, run.count = std::min(RUN, rows.count() - first);
             find_tops(job_, s_, page, rows, terms, run);
             for (int i = 0; i < run.count; i++) weigh(run, i);
         }
+        if (next) prefetch(next->k.codes, PAGE * next->k.row_bytes);
+        const int tokens = (page.valid + BLOCK - 1) / BLOCK * BLOCK;
         for (int at = 0; at < job_.v_width; at += DEPTH) {
-            if (next && at == 0) prefetch(next->k.codes, PAGE * next->k.row_bytes);
-            const int group = at / DEPTH, tokens = (page.valid + BLOCK - 1) / BLOCK * BLOCK;
-            const Side& v = page.v;
             const uint8_t* codes = v.codes + (size_t)at * v.bits / 8;
-            const float *scales = s_.v_scales + group * PAGE, *biases = s_.v_biases + group * PAGE;
-            v.bits == 4 ? decode_values<4>(codes, v.row_bytes, scales, biases, tokens, s_.values)
-                        : decode_values<8>(codes, v.row_bytes, scales, biases, tokens, s_.values);
+            const float* scales = s_.v_scales + at / DEPTH * PAGE;
+            v.bits == 4 ? decode_values<4>(codes, v.row_bytes, scales, tokens, s_.values) : decode_values<8>(codes, v.row_bytes, scales, tokens, s_.values);
             settle();
             for (int row = 0; row < rows.count(); row += TILED_ROWS) sum_rows(row, rows.count(), at);
             settle();
@@ -139,23 +149,32 @@ class HeadTiles {
         }
     }
 
-    // Scores of row `i` of a run -> p as bfloat16, relative to the page's largest.
+    // Scores of row `i` of a run -> p as bfloat16, relative to the page's largest. The values' sums begin with what their middles come to.
     void weigh(const Run& run, int i) const {
         const size_t r = run.first + i;
-        const float* scores = s_.scores + r * S_STRIDE;
+        float *scores = s_.scores + r * S_STRIDE, *sums = s_.page_sums + r * job_.accum_stride;
         int16_t* weights = s_.weights + r * PAGE;
         const Extent e = run.extents[i];
         const float* tops = run.tops + i * BLOCKS;
         const VF top = splat(-std::max(std::max(tops[0], tops[1]), std::max(tops[2], tops[3]))), factor = splat(run.factors[i]);
-        VF total = splat(0);
+        const bool more = job_.v_groups > 1;  // groups that need p again
+        VF total = splat(0), bias = splat(0);
         for (int t = e.begin; t < e.end; t += 2 * W) {
-            const VF a = exp2(fma(load(scores + t), factor, top)), b = exp2(fma(load(scores + t + W), factor, top));
+            const VF a = rounded(exp2(fma(load(scores + t), factor, top))), b = rounded(exp2(fma(load(scores + t + W), factor, top)));
             total = total + (a + b);
+            bias = fma(b, load(s_.v_biases + t + W), fma(a, load(s_.v_biases + t), bias));
             store_bf16(weights + t, a, b);
+            if (more) store(scores + t, a), store(scores + t + W, b);
         }
         memset(weights, 0, e.begin * sizeof(*weights));
         memset(weights + e.end, 0, (PAGE - e.end) * sizeof(*weights));
-        s_.page_sums[r * job_.accum_stride + 1] = sum_lanes(total);
+        sums[1] = sum_lanes(total);
+        for (int g = 0; g < job_.v_groups; g++) {
+            if (g) bias = splat(0);
+            for (int t = e.begin; g && t < e.end; t += W) bias = fma(load(scores + t), load(s_.v_biases + g * PAGE + t), bias);
+            const VF sum = splat(sum_lanes(bias));
+            for (int d = 0; d < DEPTH; d += W) store(sums + ACCUM_HEAD + g * DEPTH + d, sum);
+        }
     }
 
     // Values of 16 rows and a group: over the blocks that one of them sees.
@@ -165,10 +184,12 @@ class HeadTiles {
             const Extent& e = s_.runs[r / RUN].extents[r % RUN];
             begin = std::min(begin, e.begin), end = std::max(end, e.end);
         }
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        float* sums = s_.page_sums + row * job_.accum_stride + ACCUM_HEAD + at;
+        const size_t stride = job_.accum_stride * sizeof(float);
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + W, stride);
+        _tile_loadd(2, sums + 2 * W, stride);
+        _tile_loadd(3, sums + 3 * W, stride);
         for (int t = begin; t < end; t += VALUE_TOKENS) {
             const uint8_t* values = s_.values + t / VALUE_TOKENS * TILE * TILE_BYTES;
             _tile_loadd(4, s_.weights + row * PAGE + t, PAGE * sizeof(int16_t));
@@ -181,12 +202,10 @@ class HeadTiles {
             _tile_loadd(5, values + 3 * TILE_BYTES, 64);
             _tile_dpbf16ps(3, 4, 5);
         }
-        float* to = s_.page_sums + row * job_.accum_stride + ACCUM_HEAD + at;
-        const size_t stride = job_.accum_stride * sizeof(float);
-        _tile_stored(0, to, stride);
-        _tile_stored(1, to + W, stride);
-        _tile_stored(2, to + 2 * W, stride);
-        _tile_stored(3, to + 3 * W, stride);
+        _tile_stored(0, sums, stride);
+        _tile_stored(1, sums + W, stride);
+        _tile_stored(2, sums + 2 * W, stride);
+        _tile_stored(3, sums + 3 * W, stride);
     }
 };
 

@@ -304,7 +304,7 @@ void derive(AttendJob& job, const RwLayout& l) {
     job.v_groups = job.raw ? 0 : (job.v_width + l.group - 1) / l.group;
     job.q_stride = job.k_padded * (job.raw ? 2 : 1);
     job.accum_stride = ACCUM_HEAD + round_up(job.v_width, job.raw ? 64 : l.group);
-    job.row_block = job.accum_stride > 320 ? 32 : 64;
+    job.row_block = job.accum_stride > 320 ? 32 : 64;  // whole tile registers
 }
 
 // Rows of a sequence whose spans are summed apart and merged afterwards.
