@@ -31,7 +31,7 @@ def streamed(client: openai.OpenAI, messages: list[Any] = HELLO, **fields: Any) 
 def story(chat_client: openai.OpenAI) -> str:
     """What the model says if nothing stops it."""
     text: str = ask(chat_client).choices[0].message.content
-    assert len(text) > 100
+    assert len(text) > 65  # what is cut out of it lies before
     return text
 
 
@@ -130,10 +130,8 @@ def test_a_bias_bans_and_prefers_tokens(chat_client: openai.OpenAI, model_path: 
 
 
 def test_penalties_stop_repetition(chat_client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "Repeat the word apple forever: apple apple apple apple"}]
-
     def repeats(**fields: float) -> int:
-        words = ask(chat_client, messages, max_tokens=60, **fields).choices[0].message.content.split()
+        words = complete(chat_client, "apple " * 30, max_tokens=60, **fields).choices[0].text.split()
         return len(words) - len(set(words))
 
     assert repeats(presence_penalty=2.0, frequency_penalty=2.0) < repeats()
