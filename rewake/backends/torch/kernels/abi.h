@@ -111,7 +111,7 @@ constexpr int ROW_PANEL = 128;   // rows whose inputs stay in the second-level c
 constexpr int AHEAD = 4096;      // bytes of weights fetched in advance
 
 constexpr int TILED_ROWS = 16;   // rows of a block of tiled inputs
-constexpr int FEW_ROWS = 32;     // rows of a sequence up to which they are exact sums everywhere; more are a prompt
+constexpr int FEW_ROWS = 32;     // most rows in a step of a sequence that is not a prompt
 
 enum InputKind { FIXED_INPUTS = 1, PLAIN_INPUTS = 2, TILED_INPUTS = 4 };  // tiled ones are for tile registers, whatever the weights
 
@@ -151,6 +151,9 @@ struct LinearKernels {
     void (*cap)(float* x, float cap, int64_t first, int64_t last);                                                      // of values
     bool tiles;  // prompts should have tiled inputs
 };
+
+// A prompt is what tile registers take, if there are some; rows of other sequences are exact sums everywhere.
+inline bool is_prompt(const RwBatch& batch, int seq) { return batch.query_starts[seq + 1] - batch.query_starts[seq] > FEW_ROWS; }
 
 struct AppendJob {
     uint8_t* arena;

@@ -56,7 +56,7 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     take(s.k_refined, job.residuals ? (size_t)PAGE * job.k_padded : 0);
     take(s.v_refined, job.residuals && !job.layer->k_prefix ? (size_t)PAGE * job.v_groups * job.group : 0);
     take(s.query_bytes, 2 * (rows + TILED_ROWS) * job.k_padded);
-    take(s.values, 2 * PAGE * 64);
+    take(s.values, (size_t)2 * PAGE * job.group);
     take(s.panel, job.k_padded);
     take(s.tile, TILE * BLOCK / 2);
     if (job.layer->k_prefix) s.v_scales = s.k_scales, s.v_biases = s.k_biases;
@@ -177,7 +177,6 @@ inline void spread_page(const AttendJob& job, const Scratch& s, const Page& page
         refine_terms(s.k_scales, s.k_biases, page.k.groups * PAGE);
         if (!job.layer->k_prefix) refine_terms(s.v_scales, s.v_biases, v.groups * PAGE);
     }
-    for (int b = 0; b < job.v_groups * BLOCKS; b++) s.v_steps[b] = normalise(s.v_scales + b * BLOCK, s.v_factors + b * BLOCK);
 }
 
 // ---- scores ----
@@ -311,6 +310,11 @@ inline float normalise_edge(const float* scales, int seen, float* out) {
     return normalise(own, out);
 }
 
+// A page's sums of a group begin with what the biases add to every value of it.
+inline void begin_values(const AttendJob& job, float* sums, int group, float bias) {
+    for (int d = 0; d < job.group; d += W) store(sums + ACCUM_HEAD + group * job.group + d, splat(bias));
+}
+
 inline void weigh_coded(const AttendJob& job, const Scratch& s, int group, const Run& run) {
     const float *factors = s.v_factors + group * PAGE, *biases = s.v_biases + group * PAGE;
     for (int i = 0; i < run.count; i++) {
@@ -331,7 +335,7 @@ inline void weigh_coded(const AttendJob& job, const Scratch& s, int group, const
         if (!group) sums[1] = row.p;
         for (int b = 0; b < BLOCKS; b++) s.steps[r * BLOCKS + b] = shares[b] * s.v_steps[group * BLOCKS + b];
         if (e.high < e.end) s.steps[r * BLOCKS + e.end / BLOCK - 1] = shares[e.end / BLOCK - 1] * edge_step;
-        for (int d = 0; d < job.group; d += W) store(sums + ACCUM_HEAD + group * job.group + d, splat(row.bias));
+        begin_values(job, sums, group, row.bias);
     }
 }
 
@@ -354,7 +358,7 @@ inline void weigh_raw(const AttendJob& job, const Scratch& s, const Run& run) {
     }
 }
 
-// Weights of all rows for one group of V; the page's sums begin with what the biases add to every value of the group.
+// Weights of all rows for one group of V.
 inline void weigh_rows(const AttendJob& job, const Scratch& s, const Page& page, const Rows& rows, const float* terms, int group) {
     for (int first = 0; first < rows.count(); first += RUN) {
         Run& run = s.runs[first / RUN];
@@ -371,6 +375,7 @@ inline void weigh_rows(const AttendJob& job, const Scratch& s, const Page& page,
 inline void sum_page(const AttendJob& job, const Scratch& s, const Page& page, const Page* next, const Rows& rows, const float* terms) {
     const int width = tile_width(job);
     const bool few = !job.raw && rows.count() <= FUSED_ROWS;
+    for (int b = 0; b < job.v_groups * BLOCKS; b++) s.v_steps[b] = normalise(s.v_scales + b * BLOCK, s.v_factors + b * BLOCK);
     for (int at = 0; at < job.v_width; at += width) {
         if (job.raw ? at == 0 : at % job.group == 0) weigh_rows(job, s, page, rows, terms, job.raw ? 0 : at / job.group);
         for (int t = 0; t < page.valid; t += BLOCK) {

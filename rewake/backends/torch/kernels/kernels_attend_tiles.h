@@ -169,11 +169,11 @@ class HeadTiles {
         memset(weights, 0, e.begin * sizeof(*weights));
         memset(weights + e.end, 0, (PAGE - e.end) * sizeof(*weights));
         sums[1] = sum_lanes(total);
-        for (int g = 0; g < job_.v_groups; g++) {
-            if (g) bias = splat(0);
-            for (int t = e.begin; g && t < e.end; t += W) bias = fma(load(scores + t), load(s_.v_biases + g * PAGE + t), bias);
-            const VF sum = splat(sum_lanes(bias));
-            for (int d = 0; d < DEPTH; d += W) store(sums + ACCUM_HEAD + g * DEPTH + d, sum);
+        begin_values(job_, sums, 0, sum_lanes(bias));
+        for (int g = 1; g < job_.v_groups; g++) {
+            bias = splat(0);
+            for (int t = e.begin; t < e.end; t += W) bias = fma(load(scores + t), load(s_.v_biases + g * PAGE + t), bias);
+            begin_values(job_, sums, g, sum_lanes(bias));
         }
     }
 
@@ -209,9 +209,8 @@ class HeadTiles {
     }
 };
 
-// Sequences of more than FEW_ROWS take tile registers, where pages are coded in groups that fill them.
+// Prompts take tile registers, where pages are coded in groups that fill them.
 void attend_tiled(const AttendJob& job, const AttendItem& item, float* scratch) {
-    const int* starts = job.batch->query_starts + item.seq;
-    const bool tiled = !job.raw && job.group == DEPTH && starts[1] - starts[0] > FEW_ROWS;
+    const bool tiled = !job.raw && job.group == DEPTH && is_prompt(*job.batch, item.seq);
     tiled ? attend<HeadTiles>(job, item, scratch) : attend<Words>(job, item, scratch);
 }

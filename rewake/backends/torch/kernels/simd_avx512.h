@@ -41,13 +41,16 @@ inline VF load_f16(const void* p) { return (VF)_mm512_cvtph_ps(_mm256_loadu_si25
 inline VI bytes(const uint8_t* p) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline VI signed_bytes(const uint8_t* p) { return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline VI words(const void* p) { return (VI)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
-// lane i = word i of `low` and word i of `high`
-inline VI word_pairs(const void* low, const void* high) {
+// 32 words, of which i and 16 + i become neighbours
+inline VI joined_halves(__m512i x) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
                                            17, 1, 16, 0);
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)low)),
-                                            _mm256_loadu_si256((const __m256i*)high), 1);
-    return (VI)_mm512_permutexvar_epi16(order, both);
+    return (VI)_mm512_permutexvar_epi16(order, x);
+}
+// lane i = word i of `low` and word i of `high`
+inline VI word_pairs(const void* low, const void* high) {
+    return joined_halves(_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)low)),
+                                            _mm256_loadu_si256((const __m256i*)high), 1));
 }
 inline void store_words(void* p, VI x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x)); }
 inline void store_bytes(void* p, VI x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
@@ -116,26 +119,22 @@ template <int BITS> inline void unpack_half_pair(const uint8_t* even, const uint
     }
 }
 
+inline __m512i bf16_words(VF first, VF second) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+inline void store_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, bf16_words(first, second)); }
 // lane i = both as bfloat16
-inline VI bf16_pairs(VF low, VF high) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-                                           17, 1, 16, 0);
-    return (VI)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-}
-// 32 columns as bfloat16: of every 8, 0 4 1 5 2 6 3 7
-inline void store_paired_bf16(void* p, VF first, VF second) {
+inline VI bf16_pairs(VF low, VF high) { return joined_halves(bf16_words(low, high)); }
+
+// 32 words: of every 8, 0 4 1 5 2 6 3 7
+inline __m512i paired_words(__m512i x) {
     const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2,
                                            5, 1, 4, 0);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)));
+    return _mm512_permutexvar_epi16(order, x);
 }
-
-inline void store_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
+inline void store_paired_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, paired_words(bf16_words(first, second))); }
 
 // 32 words, of every 8 columns 0 4 1 5 2 6 3 7, as their upper and lower bytes: 0 2 4 6, then 1 3 5 7.
 inline void split_words(const int16_t* whole, uint8_t* high, uint8_t* low) {
-    const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2,
-                                           5, 1, 4, 0);
-    const __m512i x = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(whole));
+    const __m512i x = paired_words(_mm512_loadu_si512(whole));
     _mm256_storeu_si256((__m256i*)high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
     _mm256_storeu_si256((__m256i*)low, _mm512_cvtepi16_epi8(x));
 }

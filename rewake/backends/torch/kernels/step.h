@@ -23,7 +23,7 @@ class Step {
     Step(const RwDense& model, const StepArgs& args, const Kernels& kernels, int threads)
         : model_(model), args_(args), kernels_(kernels), linear_(*kernels.linear), threads_(threads), rows_(args.batches->tokens) {
         for (int s = 0; s < args.batches->seqs; s++)
-            if (is_prompt(s)) prompt_rows_ += rows_of(s);
+            if (is_tiled(s)) prompt_rows_ += rows_of(s);
     }
 
     int run() {
@@ -41,7 +41,7 @@ class Step {
         }
         if (!args_.num_wanted) return OK;
         prepare(last_, x_, model_.norm);
-        last_[0].places = nullptr;  // logits are in the order of what is wanted
+        last_.places = nullptr;  // logits are in the order of what is wanted
         multiply({{&model_.head, args_.logits, model_.head.outputs}}, last_, false);
         if (model_.logit_cap > 0) {
             const int64_t values = (int64_t)args_.num_wanted * model_.head.outputs;
@@ -61,10 +61,11 @@ class Step {
     float *x_, *y_, *qkv_, *attended_, *turns_;  // y: what is added to x behind a norm
     int32_t* places_;                            // rows that are not a prompt's, then those that are
     typedef Inputs Operand[2];  // rows that are not a prompt's, and those that are
-    Operand hidden_, heads_, gated_, last_;  // what is multiplied: rows of x, of the heads' outputs, of the gated products; wanted rows of x
+    Operand hidden_, heads_, gated_;  // what is multiplied: rows of x, of the heads' outputs, of the gated products
+    Inputs last_;                     // and the rows of x that are wanted
 
     int rows_of(int seq) const { return args_.batches->query_starts[seq + 1] - args_.batches->query_starts[seq]; }
-    bool is_prompt(int seq) const { return linear_.tiles && rows_of(seq) > FEW_ROWS; }
+    bool is_tiled(int seq) const { return linear_.tiles && is_prompt(*args_.batches, seq); }
 
     bool tokens_known() const {
         for (int64_t i = 0; i < rows_; i++)
@@ -109,8 +110,7 @@ class Step {
         operand(hidden_, model_.hidden);
         operand(heads_, q_width());
         operand(gated_, model_.intermediate);
-        inputs(last_[0], args_.num_wanted, model_.hidden, model_.input_kinds, args_.wanted);
-        last_[1] = {};
+        inputs(last_, args_.num_wanted, model_.hidden, model_.input_kinds, args_.wanted);
         return used;
     }
 
@@ -118,7 +118,7 @@ class Step {
         if (!hidden_[0].places) return;
         int32_t *other = places_, *prompt = places_ + hidden_[0].rows;
         for (int s = 0; s < args_.batches->seqs; s++)
-            for (int i = 0; i < rows_of(s); i++) *(is_prompt(s) ? prompt : other)++ = args_.batches->query_starts[s] + i;
+            for (int i = 0; i < rows_of(s); i++) *(is_tiled(s) ? prompt : other)++ = args_.batches->query_starts[s] + i;
     }
 
     // Cosines and sines of every row's position, for each rotation; of the angle as float32, as models are trained.
@@ -135,8 +135,11 @@ class Step {
     }
 
     void prepare(const Operand& operand, const float* x, const float* norm) {
-        for (const Inputs& in : operand)
-            share(threads_, in.rows, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.prepare(in, x, norm, model_.eps, a, z); });
+        for (const Inputs& in : operand) prepare(in, x, norm);
+    }
+
+    void prepare(const Inputs& in, const float* x, const float* norm) {
+        share(threads_, in.rows, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.prepare(in, x, norm, model_.eps, a, z); });
     }
 
     struct Product {
