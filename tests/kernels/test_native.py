@@ -26,13 +26,13 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 
 def in_tiles(kernels: NativeKernels, shape: Shape) -> bool:
-    """Whether a sequence of it is a prompt that tile registers take: its weights and values are rounded to bfloat16."""
+    """Whether a sequence of it is a prompt that tile registers take: queries, keys, weights and values are rounded to bfloat16."""
     return kernels.isa == "amx" and not shape.raw and shape.group == 64 and any(rows > 32 for _, rows in shape.seqs)
 
 
 def tolerance(kernels: NativeKernels, shape: Shape) -> float:
     """Of the output's largest value."""
-    return 2**-8 if in_tiles(kernels, shape) else TOLERANCE
+    return 2**-6 if in_tiles(kernels, shape) else TOLERANCE
 
 
 def attend(world: World, kernels: NativeKernels) -> torch.Tensor:
@@ -64,11 +64,14 @@ def test_tile_registers_leave_sequences_of_few_rows_as_they_are(shape: Shape) ->
 @pytest.mark.parametrize("codec", ["q4", "q8", "q4+"])
 def test_values_far_from_zero_lose_no_more_than_others(kernels: NativeKernels, codec: str) -> None:
     """A prompt's values are rounded to bfloat16 in tile registers: not what they all have in common."""
-    world = make(Shape(codecs=(codec,), seqs=((300, 300),)))
-    world.v[0] += 100
-    store_by_reference(world)
-    error = np.abs(attend(world, kernels).numpy() - attend_by_reference(world)).max()
-    assert error < (0.02 if kernels.isa == "amx" else 1e-3)
+
+    def error(offset: float) -> float:
+        world = make(Shape(codecs=(codec,), seqs=((300, 300),)))
+        world.v[0] += offset
+        store_by_reference(world)
+        return float(np.abs(attend(world, kernels).numpy() - attend_by_reference(world)).max())
+
+    assert error(100) < 1.5 * error(0) + 1e-3
 
 
 @bounded(12)
@@ -332,11 +335,11 @@ def test_bf16_rounding_matches_the_formats() -> None:
 
 
 def test_logits_may_lie_far_apart(kernels: NativeKernels) -> None:
-    """Attention sinks do: weights below 2^-126 are 0, not NaN."""
+    """Attention sinks do: weights below 2^-126 are 0, not NaN. Where queries are rounded to bfloat16, logits err in proportion to their size."""
     for factor in (5.0, 20.0, 60.0, 300.0):
         world = make(Shape(kv_heads=2, share=3, seqs=((700, 1), (300, 40)), mean=False, seed=int(factor)))
         world.q *= factor
         store_by_reference(world)
         out = attend(world, kernels)
         assert torch.isfinite(out).all()
-        assert error_of(world, out) < 10 * TOLERANCE
+        assert error_of(world, out) < (TOLERANCE * factor if kernels.isa == "amx" else 10 * TOLERANCE)

@@ -186,7 +186,10 @@ struct AttendJob {
     int16_t* q_codes;              // [kv_heads, tokens * share, q_stride]: queries in fixed point, or bf16 high and low parts
     float* q_terms;                // [kv_heads, tokens * share, k_groups + 2]: step, q.mean, sums of each group
     int row_block;                 // rows an item may have
+    int prompt_block;              // the same of a prompt in tile registers; 0: there are none, or they do not fit the pages
 };
+
+inline bool in_tiles(const AttendJob& job, int seq) { return job.prompt_block && is_prompt(*job.batch, seq); }
 
 // A block of (query row, query head) pairs of one sequence and KV head, against spans [first_span, last_span) of its context.
 struct AttendItem {

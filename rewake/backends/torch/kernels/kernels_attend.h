@@ -26,7 +26,8 @@ struct Scratch {
     float *scores, *steps, *k_scales, *k_biases, *v_scales, *v_biases, *v_factors, *v_steps, *page_sums, *span_sums, *row_sums, *row;
     int16_t *weights, *weights_low;
     uint8_t *k_refined, *v_refined;  // codes and residuals of a page, as codes of 8 bits
-    uint8_t *query_bytes, *values;   // for tile registers: queries' upper and lower bytes, a group of V as bfloat16
+    uint8_t *queries, *keys, *values, *extras;  // for tile registers
+    float *query_sums, *query_offsets, *extra_sums, *tops;
     VI *panel, *tile;
     Run* runs;
 };
@@ -37,7 +38,7 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
         p = (std::remove_reference_t<decltype(p)>)((char*)base + used);
         used += (count * sizeof(*p) + 63) / 64 * 64;
     };
-    const size_t rows = job.row_block, sums = rows * job.accum_stride;
+    const size_t rows = job.row_block, sums = rows * job.accum_stride, item_sums = std::max(job.row_block, job.prompt_block) * job.accum_stride;
     take(s.scores, rows * S_STRIDE);
     take(s.steps, rows * BLOCKS);
     take(s.weights, rows * PAGE);
@@ -50,13 +51,22 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     take(s.v_steps, (size_t)job.v_groups * BLOCKS);
     take(s.runs, (rows + RUN - 1) / RUN);
     take(s.page_sums, sums);
-    take(s.span_sums, sums);
-    take(s.row_sums, sums);
+    take(s.span_sums, item_sums);
+    take(s.row_sums, item_sums);
     take(s.row, MAX_DIM + 64);
     take(s.k_refined, job.residuals ? (size_t)PAGE * job.k_padded : 0);
     take(s.v_refined, job.residuals && !job.layer->k_prefix ? (size_t)PAGE * job.v_groups * job.group : 0);
-    take(s.query_bytes, 2 * (rows + TILED_ROWS) * job.k_padded);
-    take(s.values, (size_t)2 * PAGE * job.group);
+    if (job.prompt_block) {
+        const size_t prompt_rows = job.prompt_block + TILED_ROWS, extra = (1 + 2 * job.v_groups + OUTPUT_TILE - 1) / OUTPUT_TILE * OUTPUT_TILE;
+        take(s.queries, prompt_rows * job.k_padded * 2);
+        take(s.query_sums, prompt_rows * job.k_groups);
+        take(s.query_offsets, prompt_rows);
+        take(s.keys, (size_t)PAGE * job.k_padded * 2);
+        take(s.values, (size_t)PAGE * job.v_groups * job.group * 2);
+        take(s.extras, PAGE * extra * 2);
+        take(s.extra_sums, TILED_ROWS * extra);
+        take(s.tops, 2 * TILED_ROWS);
+    }
     take(s.panel, job.k_padded);
     take(s.tile, TILE * BLOCK / 2);
     if (job.layer->k_prefix) s.v_scales = s.k_scales, s.v_biases = s.k_biases;
@@ -432,27 +442,21 @@ inline void prefetch_terms(const Side& side) {
     prefetch(side.biases, PAGE * side.groups * sizeof(uint16_t));
 }
 
-// How an item's rows meet a page: here in products of words.
+// How an item's rows meet a page: here in products of words. `sums` are those of row `begin` and the rows behind it.
 struct Words {
     const AttendJob& job;
     const Scratch& s;
     const AttendItem& item;
-    void score(const Page& page, const Rows& rows) const { score_page(job, s, item, page, rows); }
-    void sum(const Page& page, const Page* next, const Rows& rows, const float* terms) const { sum_page(job, s, page, next, rows, terms); }
-};
-
-// `sums` are those of row `begin` and the rows behind it.
-template <class Products>
-inline void attend_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Page* next, const Rows& rows,
-                        int begin, float* sums, const Products& products) {
-    if (!job.raw) {
-        spread_page(job, s, page);
-        if (next) prefetch_terms(next->k), prefetch_terms(next->v);
+    void attend(const Page& page, const Page* next, const Rows& rows, int begin, float* sums) const {
+        if (!job.raw) {
+            spread_page(job, s, page);
+            if (next) prefetch_terms(next->k), prefetch_terms(next->v);
+        }
+        score_page(job, s, item, page, rows);
+        sum_page(job, s, page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
+        merge_rows(job, sums + (size_t)(rows.begin - begin) * job.accum_stride, s.page_sums, rows.count());
     }
-    products.score(page, rows);
-    products.sum(page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
-    merge_rows(job, sums + (size_t)(rows.begin - begin) * job.accum_stride, s.page_sums, rows.count());
-}
+};
 
 // The first of some rows that sees a page without its residuals.
 inline int first_settled(const AttendJob& job, const Rows& rows, int64_t page) {
@@ -516,8 +520,8 @@ template <class Products> void attend(const AttendJob& job, const AttendItem& it
             const Rows seeing = rows.seeing(page.base, page.base + page.valid);
             Rows young = seeing, settled = seeing;
             young.end = settled.begin = first_settled(job, seeing, p);
-            if (young.count()) attend_page(job, s, item, refined(job, s, item, page), nullptr, young, rows.begin, sums, products);
-            if (settled.count()) attend_page(job, s, item, page, p + 1 < end ? &next : nullptr, settled, rows.begin, sums, products);
+            if (young.count()) products.attend(refined(job, s, item, page), nullptr, young, rows.begin, sums);
+            if (settled.count()) products.attend(page, p + 1 < end ? &next : nullptr, settled, rows.begin, sums);
             page = next;
         }
         if (!item.partial) merge_rows(job, s.row_sums, sums, rows.count());

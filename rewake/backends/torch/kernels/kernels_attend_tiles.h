@@ -1,216 +1,297 @@
-// Attention of a prompt's rows in tile registers. Included behind kernels_tiles.h, for AVX-512 only.
+// Attention of a prompt's rows in tile registers (AMX-BF16). Included behind kernels_tiles.h, for AVX-512 only.
 //
-// Scores are the exact integers of the other kernels: 16 bits of a query are a signed byte times 256 and an unsigned one, and two products
-// of bytes are found (AMX-INT8). Attention weights, and values less what is in the middle of their codes, are rounded to bfloat16 and added up in
-// float32 over a page (AMX-BF16): other bits than few rows have, and a row's do not depend on the rows beside it, either.
+// Queries, attention weights, and keys and values less what is in the middle of their codes are bfloat16; products are added up in
+// float32 over a page. Middles are float32 (as two bfloat16 numbers where weights meet them). These are other bits than few rows have; a
+// row's do not depend on the rows beside it, either.
+//
+// A page is decoded once for all rows of an item. Then TILED_ROWS rows at a time go from products with K to weights, which take their place,
+// and on to sums, all in the first-level cache, which what is decoded passes by.
 
-constexpr int DEPTH = 64;                            // values of a group of K: bytes of a row of a tile register
-constexpr int STRIPS = BLOCK / OUTPUT_TILE;          // of tokens in a block
-constexpr int PRODUCT_SUMS = 2 * TILED_ROWS * OUTPUT_TILE;
-constexpr int VALUE_TOKENS = 32;                     // whose values a tile register holds
-static_assert(TILE_BYTES == TILED_ROWS * DEPTH, "rows of a group fill a tile register");
+constexpr int DEPTH = 64;                            // values of a group
+constexpr int TOKENS = 2 * OUTPUT_TILE;              // of V in a tile register
+constexpr int WEIGHT_STRIDE = 2 * S_STRIDE;          // int16 from row to row
+static_assert(COLUMNS == DEPTH / 2 && BLOCK % TOKENS == 0, "a group of K fills two tile registers, and V's tokens whole ones");
 
-// 16 tokens and a group of K -> [4 columns][token]; columns are in the order of split_words.
-template <int BITS> inline void unpack_keys(const uint8_t* rows, size_t stride, uint8_t* out) {
+// Where the weight of a token of a page lies in its row: of TOKENS tokens, the first half and the second are interleaved.
+inline int weight_at(int t) { return t / TOKENS * TOKENS + t % OUTPUT_TILE * 2 + t % TOKENS / OUTPUT_TILE; }
+
+// Nibble or byte `i` of each lane, less the middle of such codes.
+template <int BITS> inline VF centred(VI x, int i) {
+    if constexpr (BITS == 4) return lookup(x >> (4 * i), CENTRED_NIBBLES);
+    return to_float(((x >> (8 * i)) & splat_int(0xFF)) - splat_int(128));
+}
+
+// 16 tokens and a group of K -> [two halves of the group][pair of columns][token], in the order of the prepared queries.
+template <int BITS> inline void decode_keys(const uint8_t* rows, size_t stride, VF scale, uint8_t* out) {
+    constexpr int PER = PAIRS<BITS>;
     for (int part = 0; part < BITS / 4; part++, rows += 32) {
         VI in[8];
         columns<BITS == 8>(rows, stride, in);
         UNROLL
-        for (int j = 0; j < 8; j += BITS / 4) {
+        for (int j = 0; j < 8; j++) {
             UNROLL
-            for (int i = 0; i < 2; i++, out += 64)
-                store_int(out, BITS == 4 ? (in[j] >> (4 * i)) & splat_int(0x0F0F0F0F) : pair_of<8>(in[j], i) | (pair_of<8>(in[j + 1], i) << 8));
+            for (int i = 0; i < PER; i++, out += 64)
+                store_int(out, bf16_pairs(centred<BITS>(in[j], i) * scale, centred<BITS>(in[j], i + 16 / BITS) * scale));
         }
     }
 }
 
-// Tokens of a group of V, less their middle, -> [VALUE_TOKENS of them][vector][pair of tokens][16 values].
-template <int BITS> inline void decode_values(const uint8_t* codes, size_t stride, const float* scales, int tokens, uint8_t* out) {
-    const VI middle = splat_int(1 << (BITS - 1));
-    for (int t = 0; t < tokens; t += 2, codes += 2 * stride) {
-        VI pairs[TILE];
-        unpack_pair<BITS, TILE>(codes, codes + stride, pairs);
-        const VF scale = splat(scales[t]), scale2 = splat(scales[t + 1]);
-        uint8_t* to = out + t / VALUE_TOKENS * TILE * TILE_BYTES + t % VALUE_TOKENS * 32;
+// TOKENS tokens of a group of V -> [vector][token of the first half and of the second][16 values].
+template <int BITS> inline void decode_values(const uint8_t* rows, size_t stride, const float* scales, uint8_t* out) {
+    for (int t = 0; t < OUTPUT_TILE; t++, rows += stride, out += 64) {
+        const uint8_t* later = rows + OUTPUT_TILE * stride;
+        const VI a = BITS == 4 ? words(rows) : load_int(rows), b = BITS == 4 ? words(later) : load_int(later);
+        const VF scale = splat(scales[t]), scale2 = splat(scales[t + OUTPUT_TILE]);
         UNROLL
-        for (int v = 0; v < TILE; v++) {
-            const VF a = to_float((pairs[v] & splat_int(0xFFFF)) - middle), b = to_float((pairs[v] >> 16) - middle);
-            store_int(to + v * TILE_BYTES, bf16_pairs(a * scale, b * scale2));
-        }
+        for (int v = 0; v < TILE; v++) store_int(out + v * TILE_BYTES, bf16_pairs(centred<BITS>(a, v) * scale, centred<BITS>(b, v) * scale2));
     }
-}
-
-// To 8 significant bits (Dekker's splitting): what bfloat16 holds.
-inline VF rounded(VF x) {
-    const VF t = x * splat(65537.f);
-    return t - (t - x);
-}
-
-// The two sums of bytes of 16 rows and a tile of codes, [2][row][lane].
-inline void multiply_bytes(const uint8_t* high, const uint8_t* low, const uint8_t* codes, int32_t* sums) {
-    _tile_loadd(4, high, DEPTH);
-    _tile_loadd(5, low, DEPTH);
-    _tile_loadd(6, codes, 64);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbuud(1, 5, 6);
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + PRODUCT_SUMS / 2, 64);
 }
 
 // The products of an item's rows.
 class HeadTiles {
   public:
     HeadTiles(const AttendJob& job, const Scratch& s, const AttendItem& item)
-        : job_(job), s_(s), item_(item), low_((job.row_block + TILED_ROWS) * DEPTH) {
-        const int16_t* codes = job.q_codes + (first_query(job, item) + item.first_row) * job.q_stride;
-        for (int r = 0; r < item.last_row - item.first_row; r++, codes += job.q_stride)
-            for (int at = 0; at < job.k_padded; at += DEPTH / 2) {
-                uint8_t* to = queries(at / DEPTH) + r * DEPTH + at % DEPTH;
-                split_words(codes + at, to, to + low_);
-            }
-    }
-
-    void score(const Page& page, const Rows& rows) const {
-        for (int t = 0; t < page.valid; t += BLOCK) {
-            prefetch(page.v.codes + t * page.v.row_bytes, BLOCK * page.v.row_bytes);
-            const Rows seeing = rows.seeing(page.base + t, page.base + std::min(t + BLOCK, page.valid));
-            if (seeing.count() <= 0) continue;
-            const QueryTile tile = query_tile(job_, s_, item_, rows, seeing.begin, t);
-            for (int g = 0; g < job_.k_groups; g++) {
-                uint8_t* keys = (uint8_t*)s_.panel;
-                for (int i = 0; i < STRIPS; i++) {
-                    const uint8_t* from = page.k.codes + (t + i * OUTPUT_TILE) * page.k.row_bytes + g * DEPTH * page.k.bits / 8;
-                    uint8_t* to = keys + i * TILE_BYTES;
-                    page.k.bits == 4 ? unpack_keys<4>(from, page.k.row_bytes, to) : unpack_keys<8>(from, page.k.row_bytes, to);
-                }
-                score_group(tile, queries(g) + (seeing.begin - item_.first_row) * DEPTH, g, seeing.count());
-            }
+        : job_(job), s_(s), item_(item), halves_(job.k_padded / COLUMNS), half_bytes_((job.prompt_block + TILED_ROWS) * 2 * COLUMNS) {
+        const int64_t first = first_query(job, item) + item.first_row;
+        for (int r = 0; r < item.last_row - item.first_row; r++) {
+            const int16_t* codes = job.q_codes + (first + r) * job.q_stride;
+            const float* terms = job.q_terms + (first + r) * (job.k_groups + 2);
+            const float factor = terms[0] * job.layer->scale * LOG2E;
+            for (int i = 0; i < halves_; i++, codes += COLUMNS)
+                store_bf16(s.queries + i * half_bytes_ + r * 2 * COLUMNS, signed_words(codes) * splat(factor), signed_words(codes + W) * splat(factor));
+            s.query_offsets[r] = terms[1] * job.layer->scale * LOG2E;
+            for (int g = 0; g < job.k_groups; g++) s.query_sums[r * job.k_groups + g] = terms[2 + g] * factor;
         }
     }
 
-    void sum(const Page& page, const Page* next, const Rows& rows, const float* terms) const {
-        const Side& v = page.v;
-        for (int i = 0; i < job_.v_groups * PAGE; i += W)
-            store(s_.v_biases + i, fma(load(s_.v_scales + i), splat((float)(1 << (v.bits - 1))), load(s_.v_biases + i)));
-        for (int first = 0; first < rows.count(); first += RUN) {
-            Run& run = s_.runs[first / RUN];
-            run.first = first, run.count = std::min(RUN, rows.count() - first);
-            find_tops(job_, s_, page, rows, terms, run);
-            for (int i = 0; i < run.count; i++) weigh(run, i);
+    void attend(const Page& page, const Page* next, const Rows& rows, int begin, float* sums) const {
+        spread_page(job_, s_, page);
+        decode(page, extent(page, rows, rows.begin).begin, extent(page, rows, rows.end - 1).end);
+        if (next) {
+            prefetch_terms(next->k), prefetch_terms(next->v);
+            prefetch(next->k.codes, PAGE * next->k.row_bytes);
+            prefetch(next->v.codes, PAGE * next->v.row_bytes);
         }
-        if (next) prefetch(next->k.codes, PAGE * next->k.row_bytes);
-        const int tokens = (page.valid + BLOCK - 1) / BLOCK * BLOCK;
-        for (int at = 0; at < job_.v_width; at += DEPTH) {
-            const uint8_t* codes = v.codes + (size_t)at * v.bits / 8;
-            const float* scales = s_.v_scales + at / DEPTH * PAGE;
-            v.bits == 4 ? decode_values<4>(codes, v.row_bytes, scales, tokens, s_.values) : decode_values<8>(codes, v.row_bytes, scales, tokens, s_.values);
-            settle();
-            for (int row = 0; row < rows.count(); row += TILED_ROWS) sum_rows(row, rows.count(), at);
-            settle();
+        for (int first = rows.begin; first < rows.end; first += TILED_ROWS) {
+            const Few few = few_of(page, rows, first);
+            find_products(few);
+            for (int row = 0; row < few.count; row += ROWS) weigh(few, row);
+            sum_values(few);
+            merge(few, sums + (size_t)(first - begin) * job_.accum_stride);
         }
     }
 
   private:
+    static constexpr int ROWS = 4;  // weighed at a time
+
+    // Rows that fill a tile register, and the tokens of a page that one of them sees, whole blocks.
+    struct Few {
+        int first, count, begin, end;
+        bool whole;  // all of them see all of these
+        const Page& page;
+        const Rows& rows;
+    };
+
     const AttendJob& job_;
     const Scratch& s_;
     const AttendItem& item_;
-    const size_t low_;  // from the upper bytes of rows to the lower ones
+    const int halves_;         // of groups of K
+    const size_t half_bytes_;  // of the queries' halves
     const TileRegisters registers_;
 
-    uint8_t* queries(int group) const { return s_.query_bytes + 2 * low_ * group; }
+    int extra_tiles() const { return (1 + 2 * job_.v_groups + OUTPUT_TILE - 1) / OUTPUT_TILE; }
 
-    // Rows x a block of tokens, as add_scores.
-    void score_group(const QueryTile& q, const uint8_t* bytes, int group, int rows) const {
-        const int count = (rows + TILED_ROWS - 1) / TILED_ROWS * STRIPS;
-        alignas(64) int32_t sums[2][PRODUCT_SUMS];
-        const auto find = [&](int i) {
-            const uint8_t* high = bytes + i / STRIPS * TILE_BYTES;
-            multiply_bytes(high, high + low_, (const uint8_t*)s_.panel + i % STRIPS * TILE_BYTES, sums[i & 1]);
-        };
+    void decode(const Page& page, int begin, int end) const {
+        const Side &k = page.k, &v = page.v;
+        for (int t = begin; t < end; t += TOKENS) {
+            for (int g = 0; g < job_.v_groups; g++) {
+                const uint8_t* from = v.codes + t * v.row_bytes + g * DEPTH * v.bits / 8;
+                const float* scales = s_.v_scales + g * PAGE + t;
+                uint8_t* to = values(t, g);
+                v.bits == 4 ? decode_values<4>(from, v.row_bytes, scales, to) : decode_values<8>(from, v.row_bytes, scales, to);
+            }
+            put_extras(t, (float)(1 << (v.bits - 1)));
+        }
+        for (int i = 0; i < job_.k_groups * PAGE; i += W)  // behind V: a latent K is V, too
+            store(s_.k_biases + i, fma(load(s_.k_scales + i), splat((float)(1 << (k.bits - 1))), load(s_.k_biases + i)));
+        for (int t = begin; t < end; t += OUTPUT_TILE)
+            for (int g = 0; g < job_.k_groups; g++) {
+                const uint8_t* from = k.codes + t * k.row_bytes + g * DEPTH * k.bits / 8;
+                const VF scale = load(s_.k_scales + g * PAGE + t);
+                uint8_t* to = keys(t, 2 * g);
+                k.bits == 4 ? decode_keys<4>(from, k.row_bytes, scale, to) : decode_keys<8>(from, k.row_bytes, scale, to);
+            }
+    }
+
+    uint8_t* keys(int t, int half) const { return s_.keys + (t / OUTPUT_TILE * halves_ + half) * TILE_BYTES; }
+    uint8_t* values(int t, int group) const { return s_.values + (t / TOKENS * job_.v_groups + group) * TILE * TILE_BYTES; }
+    uint8_t* extras(int t, int tile) const { return s_.extras + (t / TOKENS * extra_tiles() + tile) * TILE_BYTES; }
+
+    // What weights are multiplied with beside values: 1, and what is in the middle of each group's codes, as two numbers.
+    void put_extras(int t, float middle) const {
+        for (int i = 0; i < OUTPUT_TILE; i++) {
+            const auto put = [&](int column, uint16_t a, uint16_t b) {
+                const uint32_t both = a | (uint32_t)b << 16;
+                memcpy(extras(t, column / OUTPUT_TILE) + i * 64 + column % OUTPUT_TILE * 4, &both, 4);
+            };
+            put(0, 0x3F80, 0x3F80);
+            for (int g = 0; g < job_.v_groups; g++) {
+                const float *scales = s_.v_scales + g * PAGE + t + i, *biases = s_.v_biases + g * PAGE + t + i;
+                const float a = biases[0] + scales[0] * middle, b = biases[OUTPUT_TILE] + scales[OUTPUT_TILE] * middle;
+                const uint16_t high_a = to_bf16(a), high_b = to_bf16(b);
+                put(1 + 2 * g, high_a, high_b);
+                put(2 + 2 * g, to_bf16(a - from_bf16(high_a)), to_bf16(b - from_bf16(high_b)));
+            }
+        }
+    }
+
+    // The rows from `first` on, at most TILED_ROWS.
+    static Few few_of(const Page& page, const Rows& rows, int first) {
+        const int count = std::min(TILED_ROWS, rows.end - first);
+        const Extent oldest = extent(page, rows, first), newest = extent(page, rows, first + count - 1);
+        return {first, count, oldest.begin, newest.end, oldest.high == newest.end && newest.low == oldest.begin, page, rows};
+    }
+
+    // Queries x K, [TILED_ROWS, S_STRIDE].
+    void find_products(const Few& few) const {
+        constexpr size_t STRIDE = S_STRIDE * sizeof(float);
+        const size_t strip = halves_ * TILE_BYTES;
         settle();
-        find(0);
+        for (int t = few.begin; t < few.end; t += BLOCK) {
+            const uint8_t *q = s_.queries + (few.first - item_.first_row) * 2 * COLUMNS, *k = keys(t, 0);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int i = 0; i < halves_; i++, q += half_bytes_, k += TILE_BYTES) {
+                _tile_loadd(4, q, 64);
+                _tile_stream_loadd(6, k, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_stream_loadd(7, k + strip, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_stream_loadd(6, k + 2 * strip, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_stream_loadd(7, k + 3 * strip, 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            _tile_stored(0, s_.scores + t, STRIDE);
+            _tile_stored(1, s_.scores + t + W, STRIDE);
+            _tile_stored(2, s_.scores + t + 2 * W, STRIDE);
+            _tile_stored(3, s_.scores + t + 3 * W, STRIDE);
+        }
+        settle();
+    }
+
+    // Weights x values, and x what is beside values.
+    void sum_values(const Few& few) const {
+        settle();
+        for (int group = 0; group < job_.v_groups; group++) {
+            const bool has_extra = group < extra_tiles();
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_zero(4);
+            for (int t = few.begin; t < few.end; t += TOKENS) {
+                const uint8_t* of = values(t, group);
+                _tile_loadd(5, (const int16_t*)s_.scores + t, WEIGHT_STRIDE * sizeof(int16_t));
+                _tile_stream_loadd(6, of, 64);
+                _tile_dpbf16ps(0, 5, 6);
+                _tile_stream_loadd(7, of + TILE_BYTES, 64);
+                _tile_dpbf16ps(1, 5, 7);
+                _tile_stream_loadd(6, of + 2 * TILE_BYTES, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_stream_loadd(7, of + 3 * TILE_BYTES, 64);
+                _tile_dpbf16ps(3, 5, 7);
+                if (!has_extra) continue;
+                _tile_stream_loadd(6, extras(t, group), 64);
+                _tile_dpbf16ps(4, 5, 6);
+            }
+            const size_t stride = job_.accum_stride * sizeof(float);
+            float* to = s_.page_sums + ACCUM_HEAD + group * DEPTH;
+            _tile_stored(0, to, stride);
+            _tile_stored(1, to + W, stride);
+            _tile_stored(2, to + 2 * W, stride);
+            _tile_stored(3, to + 3 * W, stride);
+            if (has_extra) _tile_stored(4, s_.extra_sums + group * OUTPUT_TILE, extra_tiles() * OUTPUT_TILE * sizeof(float));
+        }
+        settle();
+    }
+
+    // The page's sums join those of the pages before.
+    void merge(const Few& few, float* sums) const {
+        for (int r = 0; r < few.count; r++) {
+            const float* extra = s_.extra_sums + r * extra_tiles() * OUTPUT_TILE;
+            float* of = s_.page_sums + r * job_.accum_stride;
+            of[0] = s_.tops[r], of[1] = extra[0];
+            for (int g = 0; g < job_.v_groups; g++) {
+                const VF middle = splat(extra[1 + 2 * g] + extra[2 + 2 * g]);
+                float* to = of + ACCUM_HEAD + g * DEPTH;
+                for (int d = 0; d < DEPTH; d += W) store(to + d, load(to + d) + middle);
+            }
+        }
+        merge_rows(job_, sums, s_.page_sums, few.count);
+    }
+
+    // Products of ROWS rows from `first` on -> p as bfloat16, in their place.
+    void weigh(const Few& few, int first) const {
+        const int count = std::min(ROWS, few.count - first);
+        VF largest[ROWS];
+        float tops[ROWS];
+        for (int i = 0; i < ROWS; i++) largest[i] = i < count ? find_logits(few, first + i) : largest[i - 1];
+        max_lanes(largest, tops);
         for (int i = 0; i < count; i++) {
-            if (i + 1 < count) find(i + 1);  // one ahead: what tiles store is not to be had at once
-            settle();
-            const int row = i / STRIPS * TILED_ROWS, t = i % STRIPS * OUTPUT_TILE;
-            const QueryTile tile = {nullptr, q.terms + row * (job_.k_groups + 2) + 2 + group, q.scores + row * S_STRIDE + t,
-                                    q.k_scales + group * PAGE + t, q.k_biases + group * PAGE + t};
-            group ? add<false>(tile, std::min(TILED_ROWS, rows - row), sums[i & 1]) : add<true>(tile, std::min(TILED_ROWS, rows - row), sums[i & 1]);
+            const int row = first + i;
+            float* scores = s_.scores + row * S_STRIDE;
+            int16_t* weights = (int16_t*)scores;
+            const VF top = splat(tops[i]);
+            for (int t = few.begin; t < few.end; t += BLOCK) {
+                UNROLL
+                for (int n = 0; n < BLOCK; n += TOKENS)
+                    store_int(weights + t + n, upper_halves(exp2_bounded(load(scores + t + n) - top), exp2_bounded(load(scores + t + n + W) - top)));
+            }
+            s_.tops[row] = tops[i] + (job_.layer->soft_cap > 0 ? 0 : s_.query_offsets[few.first + row - item_.first_row]);
+            if (few.whole) continue;
+            const Extent e = extent(few.page, few.rows, few.first + row);
+            for (int t = few.begin; t < e.low; t++) weights[weight_at(t)] = 0;
+            for (int t = e.high; t < few.end; t++) weights[weight_at(t)] = 0;
         }
     }
 
-    template <bool FIRST> void add(QueryTile q, int rows, const int32_t* sums) const {
-        const VF scale = load(q.k_scales), bias = load(q.k_biases);
-        for (int r = 0; r < rows; r++, sums += OUTPUT_TILE, q.scores += S_STRIDE, q.terms += job_.k_groups + 2) {
-            const VF x = to_float((load_int(sums) << 8) + load_int(sums + PRODUCT_SUMS / 2));
-            store(q.scores, fma(splat(*q.terms), bias, FIRST ? x * scale : fma(x, scale, load(q.scores))));
+    // Products of a row -> logits to base 2 (less what they have in common, if they are not capped). Returns their largest, in lanes.
+    VF find_logits(const Few& few, int row) const {
+        float* x = s_.scores + row * S_STRIDE;
+        const int of_item = few.first + row - item_.first_row;
+        const float* query_sums = s_.query_sums + of_item * job_.k_groups;
+        VF largest[BLOCK / W];
+        for (VF& of : largest) of = splat(MASKED);
+        for (int t = few.begin; t < few.end; t += BLOCK) {
+            VF y[BLOCK / W];
+            UNROLL
+            for (int n = 0; n < BLOCK / W; n++) y[n] = load(x + t + n * W);
+            for (int g = 0; g < job_.k_groups; g++) {
+                const VF sum = splat(query_sums[g]);
+                UNROLL
+                for (int n = 0; n < BLOCK / W; n++) y[n] = fma(sum, load(s_.k_biases + g * PAGE + t + n * W), y[n]);
+            }
+            UNROLL
+            for (int n = 0; n < BLOCK / W; n++) {
+                store(x + t + n * W, y[n]);
+                largest[n] = max(largest[n], y[n]);
+            }
         }
-    }
-
-    // Scores of row `i` of a run -> p as bfloat16, relative to the page's largest. The values' sums begin with what their middles come to.
-    void weigh(const Run& run, int i) const {
-        const size_t r = run.first + i;
-        float *scores = s_.scores + r * S_STRIDE, *sums = s_.page_sums + r * job_.accum_stride;
-        int16_t* weights = s_.weights + r * PAGE;
-        const Extent e = run.extents[i];
-        const float* tops = run.tops + i * BLOCKS;
-        const VF top = splat(-std::max(std::max(tops[0], tops[1]), std::max(tops[2], tops[3]))), factor = splat(run.factors[i]);
-        const bool more = job_.v_groups > 1;  // groups that need p again
-        VF total = splat(0), bias = splat(0);
-        for (int t = e.begin; t < e.end; t += 2 * W) {
-            const VF a = rounded(exp2(fma(load(scores + t), factor, top))), b = rounded(exp2(fma(load(scores + t + W), factor, top)));
-            total = total + (a + b);
-            bias = fma(b, load(s_.v_biases + t + W), fma(a, load(s_.v_biases + t), bias));
-            store_bf16(weights + t, a, b);
-            if (more) store(scores + t, a), store(scores + t + W, b);
-        }
-        memset(weights, 0, e.begin * sizeof(*weights));
-        memset(weights + e.end, 0, (PAGE - e.end) * sizeof(*weights));
-        sums[1] = sum_lanes(total);
-        begin_values(job_, sums, 0, sum_lanes(bias));
-        for (int g = 1; g < job_.v_groups; g++) {
-            bias = splat(0);
-            for (int t = e.begin; t < e.end; t += W) bias = fma(load(scores + t), load(s_.v_biases + g * PAGE + t), bias);
-            begin_values(job_, sums, g, sum_lanes(bias));
-        }
-    }
-
-    // Values of 16 rows and a group: over the blocks that one of them sees.
-    void sum_rows(int row, int rows, int at) const {
-        int begin = PAGE, end = 0;
-        for (int r = row; r < std::min(rows, row + TILED_ROWS); r++) {
-            const Extent& e = s_.runs[r / RUN].extents[r % RUN];
-            begin = std::min(begin, e.begin), end = std::max(end, e.end);
-        }
-        float* sums = s_.page_sums + row * job_.accum_stride + ACCUM_HEAD + at;
-        const size_t stride = job_.accum_stride * sizeof(float);
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + W, stride);
-        _tile_loadd(2, sums + 2 * W, stride);
-        _tile_loadd(3, sums + 3 * W, stride);
-        for (int t = begin; t < end; t += VALUE_TOKENS) {
-            const uint8_t* values = s_.values + t / VALUE_TOKENS * TILE * TILE_BYTES;
-            _tile_loadd(4, s_.weights + row * PAGE + t, PAGE * sizeof(int16_t));
-            _tile_loadd(5, values, 64);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, values + TILE_BYTES, 64);
-            _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, values + 2 * TILE_BYTES, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_loadd(5, values + 3 * TILE_BYTES, 64);
-            _tile_dpbf16ps(3, 4, 5);
-        }
-        _tile_stored(0, sums, stride);
-        _tile_stored(1, sums + W, stride);
-        _tile_stored(2, sums + 2 * W, stride);
-        _tile_stored(3, sums + 3 * W, stride);
+        const bool capped = job_.layer->soft_cap > 0;
+        if (few.whole && !capped) return max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+        if (capped) soft_cap(x + few.begin, few.end - few.begin, job_.layer->soft_cap, {1, s_.query_offsets[of_item]});
+        const Extent e = extent(few.page, few.rows, few.first + row);
+        mask(x, {e.low, e.high, few.begin, few.end});
+        VF top = splat(MASKED);
+        for (int t = few.begin; t < few.end; t += W) top = max(top, load(x + t));
+        return top;
     }
 };
 
 // Prompts take tile registers, where pages are coded in groups that fill them.
 void attend_tiled(const AttendJob& job, const AttendItem& item, float* scratch) {
-    const bool tiled = !job.raw && job.group == DEPTH && is_prompt(*job.batch, item.seq);
-    tiled ? attend<HeadTiles>(job, item, scratch) : attend<Words>(job, item, scratch);
+    in_tiles(job, item.seq) ? attend<HeadTiles>(job, item, scratch) : attend<Words>(job, item, scratch);
 }

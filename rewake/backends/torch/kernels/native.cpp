@@ -23,6 +23,8 @@
 
 // 2^x on [-0.5, 0.5] by powers of x: 1e-4, and exact at 0 (fitted by least squares). One power more would give 3e-6.
 constexpr float EXP2[4] = {1.f, 0.6932828876768763f, 0.24221017887225446f, 0.05500850106759073f};
+// The same on [0, 1]: 9e-5 (fitted to the least maximum).
+constexpr float EXP2_UP[4] = {1.f, 0.6951169196663828f, 0.22764440241569703f, 0.077067584891292f};
 constexpr float ROUNDING = 12582912.f;  // 1.5 * 2^23: added to a small number, it leaves the nearest integer in the low bits
 
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -290,7 +292,7 @@ const RwLayout* first_layout(const AttendJob& job) {
     return nullptr;
 }
 
-void derive(AttendJob& job, const RwLayout& l) {
+void derive(AttendJob& job, const RwLayout& l, const Kernels& kernels) {
     job.kv_heads = l.kv_heads;
     job.share = job.q_heads / l.kv_heads;
     job.k_dim = l.k_dim;
@@ -305,6 +307,8 @@ void derive(AttendJob& job, const RwLayout& l) {
     job.q_stride = job.k_padded * (job.raw ? 2 : 1);
     job.accum_stride = ACCUM_HEAD + round_up(job.v_width, job.raw ? 64 : l.group);
     job.row_block = job.accum_stride > 320 ? 32 : 64;  // whole tile registers
+    const bool tiles = kernels.linear->tiles && !job.raw && job.group == 64;
+    job.prompt_block = !tiles ? 0 : job.accum_stride > 320 ? 64 : 192;  // what is summed, and a page decoded, fit the second-level cache
 }
 
 // Rows of a sequence whose spans are summed apart and merged afterwards.
@@ -321,10 +325,11 @@ void plan(const AttendJob& job, int threads, std::vector<AttendItem>& items, std
     const RwBatch& b = *job.batch;
     const auto first_span = [&](int s) { return (int)(oldest_page(job, s) / (SPAN / PAGE)); };
     const auto last_span = [&](int s) { return (b.kv_lengths[s] + SPAN - 1) / SPAN; };
+    const auto block_of = [&](int s) { return in_tiles(job, s) ? job.prompt_block : job.row_block; };
     int64_t blocks = 0, floats = 0, left = 0;  // left: spans of blocks for which there is no item yet
     for (int s = 0; s < b.seqs; s++) {
         const int64_t rows = (int64_t)(b.query_starts[s + 1] - b.query_starts[s]) * job.share;
-        const int64_t of_seq = (rows + job.row_block - 1) / job.row_block * job.kv_heads;
+        const int64_t of_seq = (rows + block_of(s) - 1) / block_of(s) * job.kv_heads;
         blocks += of_seq, left += of_seq * (last_span(s) - first_span(s));
         floats += rows * job.kv_heads * last_span(s) * job.accum_stride;
     }
@@ -332,15 +337,15 @@ void plan(const AttendJob& job, int threads, std::vector<AttendItem>& items, std
     float* partials = split ? (float*)partial_buffer.get(floats * sizeof(float)) : nullptr;
     for (int s = 0; s < b.seqs; s++) {
         const int rows = (b.query_starts[s + 1] - b.query_starts[s]) * job.share;
-        const int first = first_span(s), last = last_span(s);
+        const int first = first_span(s), last = last_span(s), block = block_of(s);
         const bool apart = split && last - first > 1;
         for (int head = 0; head < job.kv_heads && rows; head++) {
-            for (int r = 0; r < rows; r += job.row_block)
+            for (int r = 0; r < rows; r += block)
                 for (int span = first; span < last;) {
                     // neighbours in the context stay together where much is left: the next page is then fetched in time
                     const int end = apart ? (int)std::min<int64_t>(last, span + std::max<int64_t>(1, left / (2 * threads))) : last;
                     float* to = apart ? partials + ((int64_t)(span - first) * rows + r) * job.accum_stride : nullptr;
-                    items.push_back({s, head, r, std::min(rows, r + job.row_block), span, end, to, (int64_t)rows * job.accum_stride});
+                    items.push_back({s, head, r, std::min(rows, r + block), span, end, to, (int64_t)rows * job.accum_stride});
                     left -= end - span;
                     span = end;
                 }
@@ -396,7 +401,7 @@ Refusal run_attend(AttendJob& job, int64_t arena_bytes, const Kernels& kernels, 
     const RwLayout* layout = first_layout(job);
     if (!layout) return OK;  // no rows
     if (!usable(*layout) || job.q_heads % layout->kv_heads) return BAD_LAYOUT;
-    derive(job, *layout);
+    derive(job, *layout, kernels);
     if (Refusal bad = check_attend(job, arena_bytes)) return bad;
     const size_t rows = (size_t)job.batch->tokens * job.q_heads, codes = round_up(job.q_stride, 32);
     job.q_stride = (int)codes;

@@ -132,9 +132,18 @@ inline __m512i paired_words(__m512i x) {
 }
 inline void store_paired_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, paired_words(bf16_words(first, second))); }
 
-// 32 words, of every 8 columns 0 4 1 5 2 6 3 7, as their upper and lower bytes: 0 2 4 6, then 1 3 5 7.
-inline void split_words(const int16_t* whole, uint8_t* high, uint8_t* low) {
-    const __m512i x = paired_words(_mm512_loadu_si512(whole));
-    _mm256_storeu_si256((__m256i*)high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
-    _mm256_storeu_si256((__m256i*)low, _mm512_cvtepi16_epi8(x));
+
+// For tile registers.
+inline VF signed_words(const int16_t* p) { return (VF)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p))); }
+constexpr float CENTRED_NIBBLES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+// table[lowest nibble of each lane]
+inline VF lookup(VI x, const float (&table)[16]) { return (VF)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(table)); }
+// lane i = the upper halves of both: bfloat16, rounded towards 0
+inline VI upper_halves(VF low, VF high) { return (VI)_mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32((__m512i)low, 16), (__m512i)high); }
+// 2^x to 1e-4, for x up to 127; the smallest normal numbers from -125 down (smaller ones cost a core hundreds of cycles)
+inline VF exp2_bounded(VF x) {
+    const __m512 y = (__m512)max(x, splat(-125)), f = _mm512_reduce_ps(y, 1);  // what is above the next lower integer
+    VF p = fma((VF)f, splat(EXP2_UP[3]), splat(EXP2_UP[2]));
+    p = fma((VF)f, p, splat(EXP2_UP[1]));
+    return (VF)_mm512_scalef_ps((__m512)fma((VF)f, p, splat(EXP2_UP[0])), y);
 }
