@@ -142,7 +142,8 @@ struct GatedJob {
 };
 
 struct LinearKernels {
-    void (*prepare)(const Inputs&, const float* x, const float* norm, float eps, int64_t first, int64_t last);
+    int64_t (*groups)(const Inputs&);  // of columns, of each block of rows
+    void (*prepare)(const Inputs&, const float* x, const float* norm, float eps, int64_t first, int64_t last);  // of these
     void (*multiply)(const RwLinear&, const Inputs&, float* out, int64_t stride, bool add, int64_t first, int64_t last);  // of tiles
     void (*multiply_gated)(const GatedJob&, int64_t first, int64_t last);                                              // of groups
     void (*embed)(const RwLinear&, const int32_t* tokens, float scale, float* x, int64_t first, int64_t last);

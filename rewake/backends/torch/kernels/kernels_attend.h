@@ -203,12 +203,18 @@ inline QueryTile query_tile(const AttendJob& job, const Scratch& s, const Attend
             s.k_biases + t};
 }
 
-inline void score_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Rows& rows) {
+inline void prefetch_terms(const Side& side, int first, int count) {
+    prefetch(side.scales + first * side.groups, count * side.groups * sizeof(uint16_t));
+    prefetch(side.biases + first * side.groups, count * side.groups * sizeof(uint16_t));
+}
+
+inline void score_page(const AttendJob& job, const Scratch& s, const AttendItem& item, const Page& page, const Page* next, const Rows& rows) {
     const bool few = !job.raw && rows.count() <= FUSED_ROWS && job.group * page.k.bits % 256 == 0;
     const int step = few ? W : PANEL;
     FewQueries queries;
     for (int t = 0; t < page.valid; t += step) {
         prefetch(page.v.codes + t * page.v.row_bytes, step * page.v.row_bytes);
+        if (next && !job.raw) prefetch_terms(next->k, t, step), prefetch_terms(next->v, t, step);
         const Rows seeing = rows.seeing(page.base + t, page.base + std::min(t + step, page.valid));
         if (seeing.count() <= 0) continue;
         const QueryTile tile = query_tile(job, s, item, rows, seeing.begin, t);
@@ -389,14 +395,17 @@ inline void sum_page(const AttendJob& job, const Scratch& s, const Page& page, c
     for (int at = 0; at < job.v_width; at += width) {
         if (job.raw ? at == 0 : at % job.group == 0) weigh_rows(job, s, page, rows, terms, job.raw ? 0 : at / job.group);
         for (int t = 0; t < page.valid; t += BLOCK) {
-            if (next && at == 0) prefetch(next->k.codes + t * next->k.row_bytes, BLOCK * next->k.row_bytes);
+            const bool ahead = next && at == 0;
+            const uint8_t* from = ahead ? next->k.codes + t * next->k.row_bytes : nullptr;
+            const size_t bytes = ahead ? 2 * next->k.row_bytes : 0;
+            if (!few) prefetch(from, BLOCK / 2 * bytes);
             const Rows seeing = rows.seeing(page.base + t, page.base + std::min(t + BLOCK, page.valid));
             if (seeing.count() <= 0) continue;
             const size_t i = seeing.begin - rows.begin;
             const WeightTile w = {s.weights + i * PAGE + t, s.weights_low + i * PAGE + t, s.steps + i * BLOCKS + t / BLOCK,
                                   s.page_sums + i * job.accum_stride + ACCUM_HEAD + at};
             if (few) {
-                sum_few<FUSED_ROWS>(job, w, page.v, at, t, seeing.count());
+                sum_few<FUSED_ROWS>(job, w, page.v, at, t, seeing.count(), {from, bytes});
             } else {
                 unpack_tile(job, page.v, at, t, page.valid, s.tile);
                 sum_rows<PV_ROWS>(job, w, s.tile, seeing.count());
@@ -437,22 +446,14 @@ inline void clear_sums(const AttendJob& job, float* sums, int rows) {
     for (int r = 0; r < rows; r++) sums[(size_t)r * job.accum_stride + 1] = 0;
 }
 
-inline void prefetch_terms(const Side& side) {
-    prefetch(side.scales, PAGE * side.groups * sizeof(uint16_t));
-    prefetch(side.biases, PAGE * side.groups * sizeof(uint16_t));
-}
-
 // How an item's rows meet a page: here in products of words. `sums` are those of row `begin` and the rows behind it.
 struct Words {
     const AttendJob& job;
     const Scratch& s;
     const AttendItem& item;
     void attend(const Page& page, const Page* next, const Rows& rows, int begin, float* sums) const {
-        if (!job.raw) {
-            spread_page(job, s, page);
-            if (next) prefetch_terms(next->k), prefetch_terms(next->v);
-        }
-        score_page(job, s, item, page, rows);
+        if (!job.raw) spread_page(job, s, page);
+        score_page(job, s, item, page, next, rows);
         sum_page(job, s, page, next, rows, job.q_terms + (first_query(job, item) + rows.begin) * (job.k_groups + 2));
         merge_rows(job, sums + (size_t)(rows.begin - begin) * job.accum_stride, s.page_sums, rows.count());
     }

@@ -68,7 +68,7 @@ class HeadTiles {
         spread_page(job_, s_, page);
         decode(page, extent(page, rows, rows.begin).begin, extent(page, rows, rows.end - 1).end);
         if (next) {
-            prefetch_terms(next->k), prefetch_terms(next->v);
+            prefetch_terms(next->k, 0, PAGE), prefetch_terms(next->v, 0, PAGE);
             prefetch(next->k.codes, PAGE * next->k.row_bytes);
             prefetch(next->v.codes, PAGE * next->v.row_bytes);
         }

@@ -25,10 +25,10 @@ struct Place {
     int block_rows, row;
     int64_t first;  // of the block
 };
+inline int block_rows(const Inputs& in) { return in.kinds & TILED_INPUTS ? TILED_ROWS : LINEAR_ROWS; }
 inline Place place_of(const Inputs& in, int64_t row) {
-    if (in.kinds & TILED_INPUTS) return {TILED_ROWS, (int)(row % TILED_ROWS), row / TILED_ROWS * TILED_ROWS};
-    const int64_t first = row / LINEAR_ROWS * LINEAR_ROWS;
-    return {(int)std::min<int64_t>(LINEAR_ROWS, in.rows - first), (int)(row - first), first};
+    const int64_t first = row / block_rows(in) * block_rows(in);
+    return {in.kinds & TILED_INPUTS ? TILED_ROWS : (int)std::min<int64_t>(LINEAR_ROWS, in.rows - first), (int)(row - first), first};
 }
 
 // Column i of a group and the one it is paired with: of every 8 columns (0,4) (1,5) (2,6) (3,7).
@@ -77,22 +77,35 @@ inline float root_mean_square(const float* x, int n, float eps) {
     return sqrtf(sum_lanes(sum) / n + eps);
 }
 
-// Inputs [first, last): rows of x, normalised if there is a norm.
-void prepare_inputs(const Inputs& in, const float* x, const float* norm, float eps, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
-        const float* from = x + (in.places ? in.places[r] : r) * in.columns;
-        const Place at = place_of(in, r);
-        const VF by = splat(norm ? 1 / root_mean_square(from, in.columns, eps) : 1);
-        for (int c = 0; c < in.columns; c += COLUMNS) {
-            alignas(64) float group[COLUMNS];
-            for (int i = 0; i < COLUMNS; i += W) {
-                const VF scaled = load(from + c + i) * by;
-                store(group + i, norm ? scaled * load(norm + c + i) : scaled);
-            }
-            put_group(in, at, c / COLUMNS, group);
+// Groups [first, last) of a row of x, normalised if there is a norm.
+inline void prepare_row(const Inputs& in, int64_t row, const float* x, const float* norm, float eps, int first, int last) {
+    const float* from = x + (in.places ? in.places[row] : row) * in.columns;
+    const Place at = place_of(in, row);
+    const VF by = splat(norm ? 1 / root_mean_square(from, in.columns, eps) : 1);
+    for (int g = first; g < last; g++) {
+        alignas(64) float group[COLUMNS];
+        for (int i = 0; i < COLUMNS; i += W) {
+            const int c = g * COLUMNS + i;
+            const VF scaled = load(from + c) * by;
+            store(group + i, norm ? scaled * load(norm + c) : scaled);
         }
+        put_group(in, at, g, group);
     }
 }
+
+// Inputs [first, last): groups of all rows of a block, block by block. Rows of a group share cache lines, so they are not shared out.
+void prepare_inputs(const Inputs& in, const float* x, const float* norm, float eps, int64_t first, int64_t last) {
+    const int groups = in.columns / COLUMNS;
+    for (int64_t begin = first, end; begin < last; begin = end) {
+        const int64_t block = begin / groups * block_rows(in), next = (begin / groups + 1) * groups;
+        end = std::min(last, next);
+        for (int64_t row = block; row < std::min(in.rows, block + block_rows(in)); row++)
+            prepare_row(in, row, x, norm, eps, (int)(begin % groups), groups - (int)(next - end));
+    }
+}
+
+// How many groups there are of all blocks.
+int64_t input_groups(const Inputs& in) { return (in.rows + block_rows(in) - 1) / block_rows(in) * (in.columns / COLUMNS); }
 
 template <int R> inline void multiply_block(const RwLinear& w, int64_t tile, const Inputs& in, int64_t first, int rows, float* y) {
     if constexpr (R > 1) {
@@ -221,4 +234,4 @@ void cap_values(float* x, float cap, int64_t first, int64_t last) {
     memcpy(x + first, rest, (last - first) * sizeof(float));
 }
 
-constexpr LinearKernels linear_kernels = {prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, false};
+constexpr LinearKernels linear_kernels = {input_groups, prepare_inputs, multiply, multiply_gated, embed, turn_heads, add_normed, cap_values, false};

@@ -153,4 +153,4 @@ void multiply_gated_tiled(const GatedJob& job, int64_t first, int64_t last) {
         }
 }
 
-constexpr LinearKernels tiled_linear_kernels = {prepare_inputs, multiply_tiled, multiply_gated_tiled, embed, turn_heads, add_normed, cap_values, true};
+constexpr LinearKernels tiled_linear_kernels = {input_groups, prepare_inputs, multiply_tiled, multiply_gated_tiled, embed, turn_heads, add_normed, cap_values, true};

@@ -114,12 +114,20 @@ template <int R, int V> void sum_tile(const AttendJob& job, const WeightTile& w,
     add_values<R, V>(job, w, sum);
 }
 
+// What is fetched while two tokens are added up.
+struct Ahead {
+    const uint8_t* from;
+    size_t bytes;
+};
+
 // A few rows: V goes from codes to products without being stored in between.
-template <int R, int BITS, int V> void sum_fused(const AttendJob& job, const WeightTile& w, const uint8_t* rows, size_t stride) {
+template <int R, int BITS, int V> void sum_fused(const AttendJob& job, const WeightTile& w, const uint8_t* rows, size_t stride, Ahead ahead) {
     VI sum[R][V];
     clear(sum);
     for (int t = 0; t < BLOCK; t += 2, rows += 2 * stride) {
         VI v[V];
+        prefetch(ahead.from, ahead.bytes);
+        ahead.from += ahead.bytes;
         unpack_pair<BITS, V>(rows, rows + stride, v);
         add_pair<R, V>(w, t, v, sum);
     }
@@ -163,13 +171,13 @@ template <int R> void sum_rows(const AttendJob& job, WeightTile w, const VI* til
     }
 }
 
-template <int R> inline void sum_few(const AttendJob& job, const WeightTile& w, const Side& v, int at, int t, int rows) {
+template <int R> inline void sum_few(const AttendJob& job, const WeightTile& w, const Side& v, int at, int t, int rows, Ahead ahead) {
     if constexpr (R > 1) {
-        if (rows < R) return sum_few<R - 1>(job, w, v, at, t, rows);
+        if (rows < R) return sum_few<R - 1>(job, w, v, at, t, rows, ahead);
     }
     const uint8_t* codes = v.codes + t * v.row_bytes + (size_t)at * v.bits / 8;
     if (tile_width(job) == TILE * W)
-        v.bits == 4 ? sum_fused<R, 4, TILE>(job, w, codes, v.row_bytes) : sum_fused<R, 8, TILE>(job, w, codes, v.row_bytes);
+        v.bits == 4 ? sum_fused<R, 4, TILE>(job, w, codes, v.row_bytes, ahead) : sum_fused<R, 8, TILE>(job, w, codes, v.row_bytes, ahead);
     else
-        v.bits == 4 ? sum_fused<R, 4, 2>(job, w, codes, v.row_bytes) : sum_fused<R, 8, 2>(job, w, codes, v.row_bytes);
+        v.bits == 4 ? sum_fused<R, 4, 2>(job, w, codes, v.row_bytes, ahead) : sum_fused<R, 8, 2>(job, w, codes, v.row_bytes, ahead);
 }

@@ -363,7 +363,7 @@ void merge_split(const AttendJob& job, const Kernels& kernels, const SplitRows& 
 }
 
 // Below these a second thread costs more than it brings (about 2 us to wake and to meet).
-constexpr int64_t QUERIES_PER_PIECE = 64, LITTLE_WORK = 24, LITTLE_MERGING = 256, APPENDS_PER_PIECE = 48;
+constexpr int64_t QUERIES_PER_PIECE = 32, LITTLE_WORK = 24, LITTLE_MERGING = 256, APPENDS_PER_PIECE = 8;
 
 void attend_rows(const AttendJob& job, const Kernels& kernels, int threads) {
     static thread_local std::vector<AttendItem> items;

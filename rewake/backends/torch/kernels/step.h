@@ -139,7 +139,9 @@ class Step {
     }
 
     void prepare(const Inputs& in, const float* x, const float* norm) {
-        share(threads_, in.rows, ROWS_PER_PIECE, [&](int64_t a, int64_t z) { linear_.prepare(in, x, norm, model_.eps, a, z); });
+        if (!in.rows) return;
+        const int64_t of_block = in.columns / INPUT_GROUP, least = of_block * ROWS_PER_PIECE / std::min(in.rows, 2 * ROWS_PER_PIECE);
+        share(threads_, linear_.groups(in), std::max<int64_t>(1, least), [&](int64_t a, int64_t z) { linear_.prepare(in, x, norm, model_.eps, a, z); });
     }
 
     struct Product {
