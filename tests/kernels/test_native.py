@@ -32,7 +32,7 @@ def in_tiles(kernels: NativeKernels, shape: Shape) -> bool:
 
 def tolerance(kernels: NativeKernels, shape: Shape) -> float:
     """Of the output's largest value."""
-    return 2**-6 if in_tiles(kernels, shape) else TOLERANCE
+    return 2**-5 if in_tiles(kernels, shape) else TOLERANCE
 
 
 def attend(world: World, kernels: NativeKernels) -> torch.Tensor:
@@ -72,6 +72,16 @@ def test_values_far_from_zero_lose_no_more_than_others(kernels: NativeKernels, c
         return float(np.abs(attend(world, kernels).numpy() - attend_by_reference(world)).max())
 
     assert error(100) < 1.5 * error(0) + 1e-3
+
+
+@pytest.mark.parametrize("codec", ["q4+", "q8"])
+def test_keys_far_from_zero_lose_less_than_when_they_were_coded(kernels: NativeKernels, codec: str) -> None:
+    """Without their mean, the rotation gathers what they have in common in one value, beside which the others' codes lie at an edge."""
+    world = make(Shape(kv_heads=2, share=2, k_dim=128, v_dim=128, codecs=(codec,), mean=False, seqs=((600, 200),), seed=5))
+    world.k[0] += 100
+    store_by_reference(world)
+    error = np.sqrt(np.mean((attend(world, kernels).numpy() - attend_by_reference(world)) ** 2))
+    assert error < (0.04 if kernels.isa == "amx" else 1e-3)  # the codes err by 0.11 and 0.19
 
 
 @bounded(12)
@@ -335,11 +345,11 @@ def test_bf16_rounding_matches_the_formats() -> None:
 
 
 def test_logits_may_lie_far_apart(kernels: NativeKernels) -> None:
-    """Attention sinks do: weights below 2^-126 are 0, not NaN. Where queries are rounded to bfloat16, logits err in proportion to their size."""
+    """Attention sinks do: weights below 2^-126 are 0, not NaN. Logits of queries in bfloat16 err in proportion to their size."""
     for factor in (5.0, 20.0, 60.0, 300.0):
         world = make(Shape(kv_heads=2, share=3, seqs=((700, 1), (300, 40)), mean=False, seed=int(factor)))
         world.q *= factor
         store_by_reference(world)
         out = attend(world, kernels)
         assert torch.isfinite(out).all()
-        assert error_of(world, out) < (TOLERANCE * factor if kernels.isa == "amx" else 10 * TOLERANCE)
+        assert error_of(world, out) < (max(2**-5, TOLERANCE * factor) if kernels.isa == "amx" else 10 * TOLERANCE)

@@ -1,8 +1,8 @@
 // Attention of a prompt's rows in tile registers (AMX-BF16). Included behind kernels_tiles.h, for AVX-512 only.
 //
-// Queries, attention weights, and keys and values less what is in the middle of their codes are bfloat16; products are added up in
-// float32 over a page. Middles are float32 (as two bfloat16 numbers where weights meet them). These are other bits than few rows have; a
-// row's do not depend on the rows beside it, either.
+// Queries, attention weights, keys less the mean of their codes and values less the middle of theirs are bfloat16; products are added up in
+// float32 over a page. Means and middles are float32 (as two bfloat16 numbers where weights meet them). These are other bits than few rows
+// have; a row's do not depend on the rows beside it, either.
 //
 // A page is decoded once for all rows of an item. Then TILED_ROWS rows at a time go from products with K to weights, which take their place,
 // and on to sums, all in the first-level cache, which what is decoded passes by.
@@ -21,17 +21,30 @@ template <int BITS> inline VF centred(VI x, int i) {
     return to_float(((x >> (8 * i)) & splat_int(0xFF)) - splat_int(128));
 }
 
-// 16 tokens and a group of K -> [two halves of the group][pair of columns][token], in the order of the prepared queries.
-template <int BITS> inline void decode_keys(const uint8_t* rows, size_t stride, VF scale, uint8_t* out) {
-    constexpr int PER = PAIRS<BITS>;
-    for (int part = 0; part < BITS / 4; part++, rows += 32) {
-        VI in[8];
-        columns<BITS == 8>(rows, stride, in);
+// 16 tokens and a group of K -> [two halves of the group][pair of columns][token], in the order of the prepared queries; less the mean of each
+// token's codes, which joins its bias. Where one value of a group lies far off, the others are close together at the edge of the codes: from
+// the middle, they would be rounded as coarsely as they are coded.
+template <int BITS> inline void decode_keys(const uint8_t* rows, size_t stride, VF scale, float* biases, uint8_t* out) {
+    constexpr int PARTS = BITS / 4, PER = PAIRS<BITS>;
+    VI in[PARTS][8], sum = splat_int(0);
+    for (int part = 0; part < PARTS; part++) {
+        columns<BITS == 8>(rows + 32 * part, stride, in[part]);
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+            const VI x = in[part][j], nibbles = splat_int(0x0F0F0F0F);
+            sum = add_bytes(sum, BITS == 4 ? (x & nibbles) + ((x >> 4) & nibbles) : x);
+        }
+    }
+    const VF mean = to_float(sum) * splat(1.f / DEPTH);
+    store(biases, fma(mean, scale, load(biases)));
+    const VF less = (splat((float)(1 << (BITS - 1))) - mean) * scale;
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
         UNROLL
         for (int j = 0; j < 8; j++) {
             UNROLL
             for (int i = 0; i < PER; i++, out += 64)
-                store_int(out, bf16_pairs(centred<BITS>(in[j], i) * scale, centred<BITS>(in[j], i + 16 / BITS) * scale));
+                store_int(out, bf16_pairs(fma(centred<BITS>(in[part][j], i), scale, less), fma(centred<BITS>(in[part][j], i + 16 / BITS), scale, less)));
         }
     }
 }
@@ -112,14 +125,13 @@ class HeadTiles {
             }
             put_extras(t, (float)(1 << (v.bits - 1)));
         }
-        for (int i = 0; i < job_.k_groups * PAGE; i += W)  // behind V: a latent K is V, too
-            store(s_.k_biases + i, fma(load(s_.k_scales + i), splat((float)(1 << (k.bits - 1))), load(s_.k_biases + i)));
-        for (int t = begin; t < end; t += OUTPUT_TILE)
+        for (int t = begin; t < end; t += OUTPUT_TILE)  // behind V: a latent K is V, too, and biases change
             for (int g = 0; g < job_.k_groups; g++) {
                 const uint8_t* from = k.codes + t * k.row_bytes + g * DEPTH * k.bits / 8;
                 const VF scale = load(s_.k_scales + g * PAGE + t);
+                float* biases = s_.k_biases + g * PAGE + t;
                 uint8_t* to = keys(t, 2 * g);
-                k.bits == 4 ? decode_keys<4>(from, k.row_bytes, scale, to) : decode_keys<8>(from, k.row_bytes, scale, to);
+                k.bits == 4 ? decode_keys<4>(from, k.row_bytes, scale, biases, to) : decode_keys<8>(from, k.row_bytes, scale, biases, to);
             }
     }
 

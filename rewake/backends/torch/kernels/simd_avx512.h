@@ -138,9 +138,11 @@ inline VF signed_words(const int16_t* p) { return (VF)_mm512_cvtepi32_ps(_mm512_
 constexpr float CENTRED_NIBBLES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 // table[lowest nibble of each lane]
 inline VF lookup(VI x, const float (&table)[16]) { return (VF)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(table)); }
+// each lane + the sum of x's bytes
+inline VI add_bytes(VI sum, VI x) { return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, _mm512_set1_epi8(1)); }
 // lane i = the upper halves of both: bfloat16, rounded towards 0
 inline VI upper_halves(VF low, VF high) { return (VI)_mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32((__m512i)low, 16), (__m512i)high); }
-// 2^x to 1e-4, for x up to 127; the smallest normal numbers from -125 down (smaller ones cost a core hundreds of cycles)
+// EXP2_UP's 2^x, for x up to 127; the smallest normal numbers from -125 down (smaller ones cost a core hundreds of cycles)
 inline VF exp2_bounded(VF x) {
     const __m512 y = (__m512)max(x, splat(-125)), f = _mm512_reduce_ps(y, 1);  // what is above the next lower integer
     VF p = fma((VF)f, splat(EXP2_UP[3]), splat(EXP2_UP[2]));
