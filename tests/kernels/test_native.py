@@ -84,6 +84,17 @@ def test_keys_far_from_zero_lose_less_than_when_they_were_coded(kernels: NativeK
     assert error < (0.04 if kernels.isa == "amx" else 1e-3)  # the codes err by 0.11 and 0.19
 
 
+def test_weights_beside_a_sink_have_no_bias(kernels: NativeKernels) -> None:
+    """A sink takes its share of the softmax unrounded: what tokens have in sum must not be smaller for being rounded."""
+    world = make(Shape(kv_heads=2, share=2, codecs=("q8",), seqs=((600, 200),), sinks=True, seed=5))
+    assert world.layer.sinks is not None
+    world.layer.sinks[:] = 6.5
+    world.v[0] += 3
+    store_by_reference(world)
+    want = attend_by_reference(world)
+    assert abs((attend(world, kernels).numpy() * want).sum() / (want * want).sum() - 1) < 2e-4
+
+
 @bounded(12)
 @given(shape=latent_shapes())
 def test_attention_to_a_latent_agrees_with_float64(kernels: NativeKernels, shape: Shape) -> None:
