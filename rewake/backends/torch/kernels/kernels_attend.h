@@ -32,6 +32,9 @@ struct Scratch {
     Run* runs;
 };
 
+// Tiles of what weights are multiplied with beside values: a column of 1, and two for each group of V.
+inline int extra_tiles(const AttendJob& job) { return (1 + 2 * job.v_groups + OUTPUT_TILE - 1) / OUTPUT_TILE; }
+
 inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     size_t used = 0;
     const auto take = [&](auto*& p, size_t count) {
@@ -57,7 +60,7 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
     take(s.k_refined, job.residuals ? (size_t)PAGE * job.k_padded : 0);
     take(s.v_refined, job.residuals && !job.layer->k_prefix ? (size_t)PAGE * job.v_groups * job.group : 0);
     if (job.prompt_block) {
-        const size_t prompt_rows = job.prompt_block + TILED_ROWS, extra = (1 + 2 * job.v_groups + OUTPUT_TILE - 1) / OUTPUT_TILE * OUTPUT_TILE;
+        const size_t prompt_rows = job.prompt_block + TILED_ROWS, extra = extra_tiles(job) * OUTPUT_TILE;
         take(s.queries, prompt_rows * job.k_padded * 2);
         take(s.query_sums, prompt_rows * job.k_groups);
         take(s.query_offsets, prompt_rows);
@@ -65,7 +68,7 @@ inline size_t lay_out(const AttendJob& job, float* base, Scratch& s) {
         take(s.values, (size_t)PAGE * job.v_groups * job.group * 2);
         take(s.extras, PAGE * extra * 2);
         take(s.extra_sums, TILED_ROWS * extra);
-        take(s.tops, 2 * TILED_ROWS);
+        take(s.tops, TILED_ROWS);
     }
     take(s.panel, job.k_padded);
     take(s.tile, TILE * BLOCK / 2);
@@ -247,7 +250,6 @@ inline Logits soft_cap(float* s, int n, float cap, Logits l) {
     return {1, 0};
 }
 
-
 inline Extent extent(const Page& page, const Rows& rows, int r) {
     const int64_t low = std::max<int64_t>(0, rows.oldest(r) - page.base), high = std::min<int64_t>(page.valid, rows.position(r) + 1 - page.base);
     return {(int)low, (int)high, (int)(low / BLOCK * BLOCK), (int)((high + BLOCK - 1) / BLOCK * BLOCK)};
@@ -326,11 +328,6 @@ inline float normalise_edge(const float* scales, int seen, float* out) {
     return normalise(own, out);
 }
 
-// A page's sums of a group begin with what the biases add to every value of it.
-inline void begin_values(const AttendJob& job, float* sums, int group, float bias) {
-    for (int d = 0; d < job.group; d += W) store(sums + ACCUM_HEAD + group * job.group + d, splat(bias));
-}
-
 inline void weigh_coded(const AttendJob& job, const Scratch& s, int group, const Run& run) {
     const float *factors = s.v_factors + group * PAGE, *biases = s.v_biases + group * PAGE;
     for (int i = 0; i < run.count; i++) {
@@ -351,7 +348,7 @@ inline void weigh_coded(const AttendJob& job, const Scratch& s, int group, const
         if (!group) sums[1] = row.p;
         for (int b = 0; b < BLOCKS; b++) s.steps[r * BLOCKS + b] = shares[b] * s.v_steps[group * BLOCKS + b];
         if (e.high < e.end) s.steps[r * BLOCKS + e.end / BLOCK - 1] = shares[e.end / BLOCK - 1] * edge_step;
-        begin_values(job, sums, group, row.bias);
+        for (int d = 0; d < job.group; d += W) store(sums + ACCUM_HEAD + group * job.group + d, splat(row.bias));
     }
 }
 
@@ -374,7 +371,7 @@ inline void weigh_raw(const AttendJob& job, const Scratch& s, const Run& run) {
     }
 }
 
-// Weights of all rows for one group of V.
+// Weights of all rows for one group of V; the page's sums begin with what the biases add to every value of the group.
 inline void weigh_rows(const AttendJob& job, const Scratch& s, const Page& page, const Rows& rows, const float* terms, int group) {
     for (int first = 0; first < rows.count(); first += RUN) {
         Run& run = s.runs[first / RUN];
@@ -395,17 +392,15 @@ inline void sum_page(const AttendJob& job, const Scratch& s, const Page& page, c
     for (int at = 0; at < job.v_width; at += width) {
         if (job.raw ? at == 0 : at % job.group == 0) weigh_rows(job, s, page, rows, terms, job.raw ? 0 : at / job.group);
         for (int t = 0; t < page.valid; t += BLOCK) {
-            const bool ahead = next && at == 0;
-            const uint8_t* from = ahead ? next->k.codes + t * next->k.row_bytes : nullptr;
-            const size_t bytes = ahead ? 2 * next->k.row_bytes : 0;
-            if (!few) prefetch(from, BLOCK / 2 * bytes);
+            const Ahead ahead = next && at == 0 ? Ahead{next->k.codes + t * next->k.row_bytes, 2 * next->k.row_bytes} : Ahead{};
+            if (!few) prefetch(ahead.from, BLOCK / 2 * ahead.bytes);
             const Rows seeing = rows.seeing(page.base + t, page.base + std::min(t + BLOCK, page.valid));
             if (seeing.count() <= 0) continue;
             const size_t i = seeing.begin - rows.begin;
             const WeightTile w = {s.weights + i * PAGE + t, s.weights_low + i * PAGE + t, s.steps + i * BLOCKS + t / BLOCK,
                                   s.page_sums + i * job.accum_stride + ACCUM_HEAD + at};
             if (few) {
-                sum_few<FUSED_ROWS>(job, w, page.v, at, t, seeing.count(), {from, bytes});
+                sum_few<FUSED_ROWS>(job, w, page.v, at, t, seeing.count(), ahead);
             } else {
                 unpack_tile(job, page.v, at, t, page.valid, s.tile);
                 sum_rows<PV_ROWS>(job, w, s.tile, seeing.count());

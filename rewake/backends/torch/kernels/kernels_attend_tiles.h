@@ -9,7 +9,6 @@
 
 constexpr int DEPTH = 64;                            // values of a group
 constexpr int TOKENS = 2 * OUTPUT_TILE;              // of V in a tile register
-constexpr int WEIGHT_STRIDE = 2 * S_STRIDE;          // int16 from row to row
 static_assert(COLUMNS == DEPTH / 2 && BLOCK % TOKENS == 0, "a group of K fills two tile registers, and V's tokens whole ones");
 
 // Where the weight of a token of a page lies in its row: of TOKENS tokens, the first half and the second are interleaved.
@@ -58,6 +57,33 @@ template <int BITS> inline void decode_values(const uint8_t* rows, size_t stride
         UNROLL
         for (int v = 0; v < TILE; v++) store_int(out + v * TILE_BYTES, bf16_pairs(centred<BITS>(a, v) * scale, centred<BITS>(b, v) * scale2));
     }
+}
+
+inline void clear_four() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Registers 0 to 3 += rows, which stay in register 4, x four tiles `step` bytes apart, which pass by the first-level cache.
+inline void add_four(const void* rows, size_t stride, const uint8_t* tiles, size_t step) {
+    _tile_loadd(4, rows, stride);
+    _tile_stream_loadd(6, tiles, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_stream_loadd(7, tiles + step, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stream_loadd(6, tiles + 2 * step, 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_stream_loadd(7, tiles + 3 * step, 64);
+    _tile_dpbf16ps(3, 4, 7);
+}
+
+inline void store_four(float* to, size_t stride) {
+    _tile_stored(0, to, stride);
+    _tile_stored(1, to + W, stride);
+    _tile_stored(2, to + 2 * W, stride);
+    _tile_stored(3, to + 3 * W, stride);
 }
 
 // The products of an item's rows.
@@ -112,8 +138,6 @@ class HeadTiles {
     const size_t half_bytes_;  // of the queries' halves
     const TileRegisters registers_;
 
-    int extra_tiles() const { return (1 + 2 * job_.v_groups + OUTPUT_TILE - 1) / OUTPUT_TILE; }
-
     void decode(const Page& page, int begin, int end) const {
         const Side &k = page.k, &v = page.v;
         for (int t = begin; t < end; t += TOKENS) {
@@ -137,7 +161,7 @@ class HeadTiles {
 
     uint8_t* keys(int t, int half) const { return s_.keys + (t / OUTPUT_TILE * halves_ + half) * TILE_BYTES; }
     uint8_t* values(int t, int group) const { return s_.values + (t / TOKENS * job_.v_groups + group) * TILE * TILE_BYTES; }
-    uint8_t* extras(int t, int tile) const { return s_.extras + (t / TOKENS * extra_tiles() + tile) * TILE_BYTES; }
+    uint8_t* extras(int t, int tile) const { return s_.extras + (t / TOKENS * extra_tiles(job_) + tile) * TILE_BYTES; }
 
     // What weights are multiplied with beside values: 1, and what is in the middle of each group's codes, as two numbers.
     void put_extras(int t, float middle) const {
@@ -166,30 +190,12 @@ class HeadTiles {
 
     // Queries x K, [TILED_ROWS, S_STRIDE].
     void find_products(const Few& few) const {
-        constexpr size_t STRIDE = S_STRIDE * sizeof(float);
-        const size_t strip = halves_ * TILE_BYTES;
         settle();
         for (int t = few.begin; t < few.end; t += BLOCK) {
-            const uint8_t *q = s_.queries + (few.first - item_.first_row) * 2 * COLUMNS, *k = keys(t, 0);
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int i = 0; i < halves_; i++, q += half_bytes_, k += TILE_BYTES) {
-                _tile_loadd(4, q, 64);
-                _tile_stream_loadd(6, k, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_stream_loadd(7, k + strip, 64);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_stream_loadd(6, k + 2 * strip, 64);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_stream_loadd(7, k + 3 * strip, 64);
-                _tile_dpbf16ps(3, 4, 7);
-            }
-            _tile_stored(0, s_.scores + t, STRIDE);
-            _tile_stored(1, s_.scores + t + W, STRIDE);
-            _tile_stored(2, s_.scores + t + 2 * W, STRIDE);
-            _tile_stored(3, s_.scores + t + 3 * W, STRIDE);
+            const uint8_t* q = s_.queries + (few.first - item_.first_row) * 2 * COLUMNS;
+            clear_four();
+            for (int half = 0; half < halves_; half++, q += half_bytes_) add_four(q, 64, keys(t, half), halves_ * TILE_BYTES);
+            store_four(s_.scores + t, S_STRIDE * sizeof(float));
         }
         settle();
     }
@@ -198,34 +204,17 @@ class HeadTiles {
     void sum_values(const Few& few) const {
         settle();
         for (int group = 0; group < job_.v_groups; group++) {
-            const bool has_extra = group < extra_tiles();
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            _tile_zero(4);
+            const bool has_extra = group < extra_tiles(job_);
+            clear_four();
+            _tile_zero(5);
             for (int t = few.begin; t < few.end; t += TOKENS) {
-                const uint8_t* of = values(t, group);
-                _tile_loadd(5, (const int16_t*)s_.scores + t, WEIGHT_STRIDE * sizeof(int16_t));
-                _tile_stream_loadd(6, of, 64);
-                _tile_dpbf16ps(0, 5, 6);
-                _tile_stream_loadd(7, of + TILE_BYTES, 64);
-                _tile_dpbf16ps(1, 5, 7);
-                _tile_stream_loadd(6, of + 2 * TILE_BYTES, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_stream_loadd(7, of + 3 * TILE_BYTES, 64);
-                _tile_dpbf16ps(3, 5, 7);
+                add_four((const int16_t*)s_.scores + t, S_STRIDE * sizeof(float), values(t, group), TILE_BYTES);
                 if (!has_extra) continue;
                 _tile_stream_loadd(6, extras(t, group), 64);
-                _tile_dpbf16ps(4, 5, 6);
+                _tile_dpbf16ps(5, 4, 6);
             }
-            const size_t stride = job_.accum_stride * sizeof(float);
-            float* to = s_.page_sums + ACCUM_HEAD + group * DEPTH;
-            _tile_stored(0, to, stride);
-            _tile_stored(1, to + W, stride);
-            _tile_stored(2, to + 2 * W, stride);
-            _tile_stored(3, to + 3 * W, stride);
-            if (has_extra) _tile_stored(4, s_.extra_sums + group * OUTPUT_TILE, extra_tiles() * OUTPUT_TILE * sizeof(float));
+            store_four(s_.page_sums + ACCUM_HEAD + group * DEPTH, job_.accum_stride * sizeof(float));
+            if (has_extra) _tile_stored(5, s_.extra_sums + group * OUTPUT_TILE, extra_tiles(job_) * OUTPUT_TILE * sizeof(float));
         }
         settle();
     }
@@ -233,7 +222,7 @@ class HeadTiles {
     // The page's sums join those of the pages before.
     void merge(const Few& few, float* sums) const {
         for (int r = 0; r < few.count; r++) {
-            const float* extra = s_.extra_sums + r * extra_tiles() * OUTPUT_TILE;
+            const float* extra = s_.extra_sums + r * extra_tiles(job_) * OUTPUT_TILE;
             float* of = s_.page_sums + r * job_.accum_stride;
             of[0] = s_.tops[r], of[1] = extra[0];
             for (int g = 0; g < job_.v_groups; g++) {

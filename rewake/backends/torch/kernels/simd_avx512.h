@@ -132,7 +132,6 @@ inline __m512i paired_words(__m512i x) {
 }
 inline void store_paired_bf16(void* p, VF first, VF second) { _mm512_storeu_si512(p, paired_words(bf16_words(first, second))); }
 
-
 // For tile registers.
 inline VF signed_words(const int16_t* p) { return (VF)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p))); }
 constexpr float CENTRED_NIBBLES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
